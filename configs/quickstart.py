@@ -1,0 +1,65 @@
+"""DAPO on two small tasks; a 0.8 M parameter policy on two laptop cores.
+
+bash launch/quickstart.sh
+"""
+
+import pathlib
+
+from ml_collections import ConfigDict
+
+HERE = pathlib.Path(__file__).parent
+TASKS = 'jaxrl_sched.host.tasks'
+
+
+def get_config(variant: str = 'train') -> ConfigDict:
+  c = ConfigDict()
+  c.seed = 0
+  c.steps = 100
+  c.model = dict(path=str(HERE / 'quickstart_model'))
+  c.prompts = dict(
+    datasets=dict(
+      sums=dict(source=f'{TASKS}:Sums', options=dict(count=4_000, seed=1)),
+      counting=dict(source=f'{TASKS}:Counting', options=dict(count=4_000, seed=2)),
+    ),
+    template='chat',
+    max_tokens=32,
+  )
+  c.sampling = dict(temperature=1.0, max_new_tokens=32)
+  c.sampler = dict(slots=64, chunk=8)
+  c.scheduler = dict(groups_per_step=16, group_size=8)
+  c.advantage = dict(divide_by_std=True)
+  c.loss = dict(kind='dapo', clip_low=0.2, clip_high=0.28)
+  c.optimizer = dict(learning_rate=3e-4, warmup_steps=5, max_grad_norm=1.0)
+  c.learner = dict(rows=8, row_tokens=256)
+  c.evaluate = dict(
+    datasets=dict(
+      sums=dict(source=f'{TASKS}:Sums', options=dict(count=128, seed=1001)),
+      counting=dict(source=f'{TASKS}:Counting', options=dict(count=128, seed=1002)),
+    ),
+    every=20,
+    samples=2,
+  )
+  c.checkpoint = dict(every=50, keep=2)
+  if variant == 'warm_start':
+    warm_start(c)
+  return c
+
+
+def warm_start(c: ConfigDict) -> None:
+  """Supervised learning on reference solutions, most of which do not think."""
+  c.teacher = 'solutions'
+  c.steps = 1500
+  c.model = dict(
+    init=dict(
+      d_model=128, d_ff=384, layers=4, heads=4, kv_heads=2, head_dim=32, qk_norm=True
+    ),
+    tokenizer='bytes',
+  )
+  for dataset in c.prompts.datasets.values():
+    dataset.options.update(count=40_000, seed=7, direct=0.6)
+  c.scheduler = dict(groups_per_step=64, group_size=1, dynamic_sampling=False)
+  c.optimizer = dict(
+    learning_rate=2e-3, warmup_steps=50, schedule='cosine', weight_decay=0.01
+  )
+  c.evaluate.every = 250
+  c.checkpoint = dict(every=500, keep=1)

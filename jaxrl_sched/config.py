@@ -1,0 +1,608 @@
+"""From a config to the objects it names, checked before a chip is touched.
+
+A config is a Python file with `get_config() -> ConfigDict`. Each block holds the
+keyword arguments of what it is named after (`BLOCKS`); None or absence leaves an
+optional block out. Whatever is wrong ends in one ValueError of one line that names
+the key, the value and what was expected.
+"""
+
+import ast
+from collections.abc import Callable, Sequence
+import dataclasses
+import difflib
+import importlib.util
+import inspect
+import json
+import math
+import pathlib
+import sys
+import tempfile
+import threading
+import types
+import typing
+from typing import Any
+
+from ml_collections import ConfigDict
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_sched.control.draws import Draws
+from jaxrl_sched.control.scheduler import Scheduler
+from jaxrl_sched.device import model as model_lib
+from jaxrl_sched.device import weights
+from jaxrl_sched.device.checkpoint import Checkpoints
+from jaxrl_sched.device.engine import DeviceEngine
+from jaxrl_sched.device.learner import Learner, Loss, make_optimizer
+from jaxrl_sched.device.mesh import make_mesh
+from jaxrl_sched.device.model import ModelConfig
+from jaxrl_sched.device.prompts import PromptSet, load_tokenizer, stop_ids
+from jaxrl_sched.device.references import References
+from jaxrl_sched.device.sampler import Sampler
+from jaxrl_sched.device.tokenizers import build_byte_tokenizer
+from jaxrl_sched.host.advantages import group_advantages
+from jaxrl_sched.host.grading import GradingPool
+from jaxrl_sched.host.packing import AVERAGING
+from jaxrl_sched.host.rewards import overlong_penalty
+from jaxrl_sched.types import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+  """`path`: a Hugging Face folder or hub id. Or `init`: fresh weights of this shape
+  (keyword arguments of ModelConfig) over `tokenizer`, a folder, a hub id or 'bytes'."""
+
+  path: str | None = None
+  init: dict | None = None
+  tokenizer: str | None = None
+  dtype: str = 'float32'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplerBlock:
+  slots: int
+  chunk: int = 16
+  prefill_rows: int = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnerBlock:
+  rows: int
+  row_tokens: int
+  remat: bool = False
+  window: int = 16  # of the packing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluate:
+  datasets: dict
+  every: int = 25
+  samples: int = 1
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  max_new_tokens: int | None = None  # None: that of training
+  k: tuple = (1,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+  every: int = 50
+  keep: int = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Log:
+  tensorboard: bool = True
+  wandb: dict | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  names: Callable  # its parameters are the block's keys
+  given: frozenset[str] = frozenset()  # parameters that are not for the config
+  optional: bool = False
+
+
+def _block(names, *given, optional=False):
+  return Block(names, frozenset(given), optional)
+
+
+BLOCKS = {
+  'model': _block(Model),
+  'mesh': _block(make_mesh, 'devices', optional=True),
+  'prompts': _block(PromptSet, 'tokenizer'),
+  'sampling': _block(Sampling, 'stop_ids'),
+  'sampler': _block(SamplerBlock),
+  'scheduler': _block(Scheduler, 'draws', 'prompt_of', 'sampling'),
+  'advantage': _block(group_advantages, 'rewards', optional=True),
+  'loss': _block(Loss),
+  'overlong': _block(overlong_penalty, 'lengths', 'limit', optional=True),
+  'optimizer': _block(make_optimizer, 'steps'),
+  'learner': _block(LearnerBlock),
+  'grading': _block(GradingPool, 'warm', optional=True),
+  'evaluate': _block(Evaluate, optional=True),
+  'checkpoint': _block(Checkpoint, optional=True),
+  'log': _block(Log, optional=True),
+}
+PLAIN = {'seed': int, 'steps': int, 'teacher': str | None}
+# A workdir may be continued under a config that differs in these only.
+FREE = ('steps', 'evaluate', 'checkpoint', 'log', 'grading')
+
+
+# --- reading ---------------------------------------------------------------------
+
+
+def read(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+  """The config file's dict, overridden and checked: every key known, every type right.
+
+  Args:
+    name: path of the file, or 'path:argument' for `get_config(argument)`.
+    overrides: ('a.b', 'value') pairs; a value is read as a Python literal, or text.
+  """
+  return changed(_load(name), overrides)
+
+
+def changed(c: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
+  """The config with overrides put in, checked."""
+  for key, text in overrides:
+    _override(c, key, text)
+  return check(c)
+
+
+def _load(name: str) -> dict[str, Any]:
+  path, colon, argument = name.partition(':')
+  file = pathlib.Path(path)
+  if not file.is_file():
+    raise ValueError(f'--config={name}: there is no file {path}')
+  spec = importlib.util.spec_from_file_location(f'config_{file.stem}', file)
+  if spec is None:
+    raise ValueError(f'--config={name}: expected a Python file (.py)')
+  module = importlib.util.module_from_spec(spec)
+  sys.path.insert(0, str(file.parent))  # configs may import one another
+  try:
+    spec.loader.exec_module(module)
+    if not hasattr(module, 'get_config'):
+      raise ValueError('it has no get_config()')
+    c = module.get_config(argument) if colon else module.get_config()
+  except Exception as error:  # somebody's Python file: anything may be raised
+    raise ValueError(f'--config={name}: {type(error).__name__}: {error}') from error
+  finally:
+    sys.path.remove(str(file.parent))
+  if not isinstance(c, ConfigDict):
+    raise ValueError(f'--config={name}: get_config() gave no ConfigDict')
+  return _plain(c)
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, ConfigDict):
+    value = value.to_dict()
+  if isinstance(value, dict):
+    for key in value:
+      if not isinstance(key, str):
+        raise ValueError(f'config: key {key!r}, expected text')
+    return {key: _plain(item) for key, item in value.items()}
+  return value
+
+
+def _override(c: dict[str, Any], key: str, text: str) -> None:
+  try:
+    value = {'true': True, 'false': False}.get(text.lower(), None)
+    value = ast.literal_eval(text) if value is None else value
+  except (ValueError, SyntaxError):
+    value = text
+  *blocks, last = key.split('.')
+  node, at = c, 'config'
+  for name in blocks:
+    at = f'{at}.{name}'
+    if node is c:
+      _known(name, [*PLAIN, *BLOCKS], 'config')
+    if node.get(name) is None:
+      node[name] = {}
+    node = node[name]
+    if not isinstance(node, dict):
+      raise ValueError(f'--config.{key}: {at} is {node!r}, which has no keys')
+  node[last] = value
+
+
+def _known(key: str, known: Sequence[str], where: str) -> None:
+  if key not in known:
+    near = difflib.get_close_matches(key, known, 1)
+    hint = f'; did you mean {near[0]!r}?' if near else f'; known: {", ".join(known)}'
+    raise ValueError(f'{where}: unknown key {key!r}{hint}')
+
+
+# --- checking --------------------------------------------------------------------
+
+
+def check(c: dict[str, Any]) -> dict[str, Any]:
+  """Names and types of everything; ints become floats where floats are declared."""
+  c = dict(c)
+  for key in c:
+    _known(key, [*PLAIN, *BLOCKS], 'config')
+  c.setdefault('teacher', None)
+  for key, kind in PLAIN.items():
+    if key not in c:
+      raise ValueError(f'config.{key}: missing')
+    c[key] = _typed(f'config.{key}', c[key], kind)
+  for name, block in BLOCKS.items():
+    if c.get(name) is None:
+      if not block.optional:
+        raise ValueError(f'config.{name}: missing')
+      c[name] = None
+      continue
+    c[name] = keywords(f'config.{name}', c[name], block.names, block.given)
+  return c
+
+
+def keywords(
+  where: str, block: Any, names: Callable, given: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+  """The block, as keyword arguments of `names`."""
+  if not isinstance(block, dict):
+    raise ValueError(f'{where}: {block!r}, expected a block of keys')
+  signature = inspect.signature(names)
+  hints = typing.get_type_hints(names.__init__ if inspect.isclass(names) else names)
+  known = [p for p in signature.parameters if p not in given]
+  for key in block:
+    _known(key, known, where)
+  for name in known:
+    parameter = signature.parameters[name]
+    if parameter.default is parameter.empty and name not in block:
+      raise ValueError(f'{where}.{name}: missing')
+  return {
+    key: _typed(f'{where}.{key}', value, hints.get(key, Any))
+    for key, value in block.items()
+  }
+
+
+def _typed(where: str, value: Any, kind: Any) -> Any:
+  """The value as the type declared, exactly, or an error."""
+  if kind is Any:
+    return value
+  options = typing.get_args(kind) if _is_union(kind) else (kind,)
+  for option in options:
+    plain = typing.get_origin(option) or option
+    if plain is type(None):
+      if value is None:
+        return value
+    elif plain is float:
+      if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+          raise ValueError(f'{where}: {value!r}, expected a finite number')
+        return float(value)
+    elif plain is int:
+      if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    elif plain is tuple:
+      if isinstance(value, list | tuple):
+        return tuple(value)
+    elif isinstance(plain, type) and isinstance(value, plain):
+      return value
+    elif not isinstance(plain, type):
+      return value
+  wanted = ' or '.join(
+    'None' if o is type(None) else getattr(o, '__name__', str(o)) for o in options
+  )
+  raise ValueError(f'{where}: {value!r}, expected {wanted}')
+
+
+def _is_union(kind: Any) -> bool:
+  return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+# --- building --------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """What a config names, but for what lies on devices."""
+
+  c: dict[str, Any]
+  tokenizer: PreTrainedTokenizerBase
+  model: Model
+  prompts: PromptSet
+  held_out: PromptSet | None
+  sampling: Sampling
+  evaluate: Evaluate | None
+  sampler: SamplerBlock
+  learner: LearnerBlock
+  loss: Loss
+  checkpoint: Checkpoint
+  log: Log
+  scheduler: Scheduler
+
+  @property
+  def longest_prompt(self) -> int:
+    return self.c['prompts']['max_tokens']
+
+  @property
+  def verifiers(self) -> list[str]:
+    held_out = self.held_out.rewards if self.held_out is not None else set()
+    return sorted(self.prompts.rewards | held_out)
+
+  @property
+  def cache_length(self) -> int:
+    most = self.sampling.max_new_tokens
+    if self.evaluate is not None and self.evaluate.max_new_tokens is not None:
+      most = max(most, self.evaluate.max_new_tokens)
+    return self.longest_prompt + most
+
+  def evaluation_sampling(self) -> Sampling:
+    e = self.evaluate
+    return dataclasses.replace(
+      self.sampling,
+      temperature=e.temperature,
+      top_k=e.top_k,
+      top_p=e.top_p,
+      max_new_tokens=e.max_new_tokens or self.sampling.max_new_tokens,
+    )
+
+
+def prepare(c: dict[str, Any]) -> Run:
+  """Everything that can be looked at without a device, looked at.
+
+  Raises:
+    ValueError: the first thing that is wrong.
+  """
+  _check_numbers(c)
+  model = Model(**c['model'])
+  tokenizer = _open_tokenizer(model)
+  prompts = PromptSet(**c['prompts'], tokenizer=tokenizer)
+  evaluate, held_out = None, None
+  if c['evaluate'] is not None:
+    evaluate = Evaluate(**c['evaluate'])
+    held_out = PromptSet(
+      **c['prompts'] | {'datasets': evaluate.datasets}, tokenizer=tokenizer
+    )
+  sampling = Sampling(
+    **c['sampling'], stop_ids=stop_ids(tokenizer, _generation_config(model))
+  )
+  draws = Draws(prompts.sizes, prompts.weights, seed=c['seed'])
+  scheduler = Scheduler(draws, prompts.get, sampling, **c['scheduler'])
+  for name, quota in draws.quotas(c['scheduler']['groups_per_step']).items():
+    if quota > prompts.sizes[name]:
+      raise ValueError(
+        f'dataset {name!r}: {prompts.sizes[name]} prompts kept (and '
+        f'{prompts.dropped[name]} too long), expected at least the {quota} of one batch'
+      )
+  return Run(
+    c=c,
+    tokenizer=tokenizer,
+    model=model,
+    prompts=prompts,
+    held_out=held_out,
+    sampling=sampling,
+    evaluate=evaluate,
+    sampler=SamplerBlock(**c['sampler']),
+    learner=LearnerBlock(**c['learner']),
+    loss=Loss(**c['loss']),
+    checkpoint=Checkpoint(**c['checkpoint'] or {}),
+    log=Log(**c['log'] or {}),
+    scheduler=scheduler,
+  )
+
+
+def _check_numbers(c: dict[str, Any]) -> None:
+  """Relations between settings, in numbers."""
+
+  def need(good: bool, key: str, value: Any, expected: str) -> None:
+    if not good:
+      raise ValueError(f'config.{key}: {value!r}, expected {expected}')
+
+  s, group = c['sampling'], c['scheduler']['group_size']
+  most = s['max_new_tokens']
+  need(c['steps'] >= 1, 'steps', c['steps'], 'at least 1')
+  need(c['seed'] >= 0, 'seed', c['seed'], '0 or more')
+  need(most >= 1, 'sampling.max_new_tokens', most, 'at least 1')
+  need(c['teacher'] in (None, 'solutions'), 'teacher', c['teacher'], "'solutions'")
+  if c['teacher'] is None:
+    expected = 'at least 2: advantages compare the answers of a group'
+    need(group >= 2, 'scheduler.group_size', group, expected)
+    need(s.get('temperature', 1.0) > 0, 'sampling.temperature', 0, 'above 0')
+    # The learner's softmax runs over the whole vocabulary.
+    why = 'in training: the log-probs of sampler and learner would not agree'
+    need(s.get('top_p', 1.0) == 1, 'sampling.top_p', s.get('top_p'), f'1 {why}')
+    need(s.get('top_k', 0) <= 0, 'sampling.top_k', s.get('top_k'), f'0 {why}')
+    early = s.get('min_new_tokens', 0)
+    need(early == 0, 'sampling.min_new_tokens', early, f'0 {why}')
+  else:
+    need(group == 1, 'scheduler.group_size', group, '1, as there is a teacher')
+    dynamic = c['scheduler'].get('dynamic_sampling', True)
+    expected = 'False, as there is a teacher'
+    need(not dynamic, 'scheduler.dynamic_sampling', dynamic, expected)
+
+  mesh = {'data': 1, 'fsdp': 1, 'model': 1} | (c['mesh'] or {})
+  parts = mesh['data'] * mesh['fsdp']
+  for name, value in mesh.items():
+    need(value >= 1, f'mesh.{name}', value, 'at least 1')
+  prefill = c['sampler'].get('prefill_rows', SamplerBlock.prefill_rows)
+  multiple = f'a multiple of mesh.data * mesh.fsdp = {parts}'
+  for key, value in (
+    ('sampler.slots', c['sampler']['slots']),
+    ('sampler.prefill_rows', prefill),
+    ('learner.rows', c['learner']['rows']),
+  ):
+    need(value >= 1 and value % parts == 0, key, value, multiple)
+  longest = c['prompts']['max_tokens'] + most
+  need(
+    c['learner']['row_tokens'] >= longest,
+    'learner.row_tokens',
+    c['learner']['row_tokens'],
+    f'at least prompts.max_tokens + sampling.max_new_tokens = {longest}',
+  )
+  chunk = c['sampler'].get('chunk', SamplerBlock.chunk)
+  need(chunk >= 1, 'sampler.chunk', chunk, 'at least 1')
+  _check_choices(c, need)
+
+
+def _check_choices(c: dict[str, Any], need: Callable) -> None:
+  loss = Loss(**c['loss'])
+  kinds, averages = ', '.join(AVERAGING), set(AVERAGING.values())
+  need(loss.kind in AVERAGING, 'loss.kind', loss.kind, f'one of {kinds}')
+  need(loss.kl in ('k1', 'k2', 'k3'), 'loss.kl', loss.kl, 'one of k1, k2, k3')
+  need(loss.kl_coef >= 0, 'loss.kl_coef', loss.kl_coef, '0 or more')
+  expected = f'one of {", ".join(sorted(averages))}'
+  average = loss.averaging
+  need(average is None or average in averages, 'loss.averaging', average, expected)
+  make_optimizer(**c['optimizer'], steps=c['steps'])
+  dtype = c['model'].get('dtype', 'float32')
+  need(dtype in ('float32', 'bfloat16'), 'model.dtype', dtype, 'float32 or bfloat16')
+  checkpoint = Checkpoint(**c['checkpoint'] or {})
+  need(checkpoint.every >= 1, 'checkpoint.every', checkpoint.every, 'at least 1')
+  need(checkpoint.keep >= 1, 'checkpoint.keep', checkpoint.keep, 'at least 1')
+  if c['evaluate'] is None:
+    return
+  e = Evaluate(**c['evaluate'])
+  need(e.every >= 1, 'evaluate.every', e.every, 'at least 1')
+  need(e.samples >= 1, 'evaluate.samples', e.samples, 'at least 1')
+  need(e.temperature >= 0, 'evaluate.temperature', e.temperature, '0 or more')
+  if e.temperature == 0:
+    expected = '1 at temperature 0, where all samples are the same'
+    need(e.samples == 1, 'evaluate.samples', e.samples, expected)
+  for k in e.k:
+    good = isinstance(k, int) and 1 <= k <= e.samples
+    need(good, 'evaluate.k', k, f'1 to evaluate.samples={e.samples}')
+
+
+def _open_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+  if (model.path is None) == (model.init is None):
+    raise ValueError('config.model: expected either path or init')
+  name = model.tokenizer or model.path
+  if name is None:
+    raise ValueError("config.model.tokenizer: missing, expected a folder or 'bytes'")
+  if name != 'bytes':
+    return load_tokenizer(name)
+  with tempfile.TemporaryDirectory() as folder:
+    build_byte_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+def _generation_config(model: Model) -> dict[str, Any] | None:
+  file = pathlib.Path(model.path or '') / 'generation_config.json'
+  return json.loads(file.read_text()) if model.path and file.is_file() else None
+
+
+def fresh_model(model: Model, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+  """The shape of `model.init`; the vocabulary is the tokenizer's, unless given."""
+  known = len(tokenizer)
+  settings = {'vocab_size': known, 'known_tokens': known, 'dtype': model.dtype}
+  return ModelConfig(
+    **keywords('config.model.init', settings | model.init, ModelConfig)
+  )
+
+
+def build_engine(
+  run: Run,
+  workdir: pathlib.Path,
+  *,
+  folder: str | None = None,
+  read_only: bool = False,
+  stopping: threading.Event | None = None,
+) -> DeviceEngine:
+  """Loads the initial weights and puts the device engine together.
+
+  Args:
+    folder: a Hugging Face folder to take the weights from instead of the model's.
+    read_only: never writes into the workdir's checkpoints.
+    stopping: asks the engine to stop.
+  """
+  mesh = make_mesh(**run.c['mesh'] or {})
+  path = folder or run.model.path
+  if path is not None:
+    model, parameters = weights.load(path, mesh=mesh, dtype=run.model.dtype)
+  else:
+    model = fresh_model(run.model, run.tokenizer)
+    parameters = model_lib.init(model, run.c['seed'])
+  checkpoints = Checkpoints(
+    workdir / 'checkpoints',
+    keep=run.checkpoint.keep,
+    model=dataclasses.asdict(model),
+    read_only=read_only,
+  )
+  sampler = Sampler(
+    parameters,
+    model,
+    slots=run.sampler.slots,
+    cache_length=run.cache_length,
+    chunk=run.sampler.chunk,
+    prefill_rows=run.sampler.prefill_rows,
+    mesh=mesh,
+    seed=run.c['seed'],
+    detokenize=run.tokenizer.decode,
+  )
+  learner = Learner(
+    parameters,
+    model,
+    mesh=mesh,
+    rows=run.learner.rows,
+    row_tokens=run.learner.row_tokens,
+    optimizer=run.c['optimizer'] | {'steps': run.c['steps']},
+    loss=run.loss,
+    temperature=run.sampling.temperature,
+    remat=run.learner.remat,
+  )
+  return DeviceEngine(
+    sampler=sampler,
+    learner=learner,
+    grader=GradingPool(**run.c['grading'] or {}, warm=run.verifiers),
+    tokenizer=run.tokenizer,
+    checkpoints=checkpoints,
+    max_new_tokens=run.sampling.max_new_tokens,
+    window=run.learner.window,
+    overlong=run.c['overlong'],
+    teacher=References(run.tokenizer) if run.c['teacher'] else None,
+    stopping=stopping,
+  )
+
+
+def checkpointed_steps(workdir: pathlib.Path, which: str) -> list[int]:
+  """The checkpoints that 'latest', 'all' or a number stands for."""
+  there = Checkpoints(workdir / 'checkpoints', read_only=True).steps()
+  chosen = there if which == 'all' else there[-1:]
+  if which.isdecimal():
+    chosen = [step for step in there if step == int(which)]
+  elif which not in ('all', 'latest'):
+    raise ValueError(f"--step={which}: expected a number, 'latest' or 'all'")
+  if not chosen:
+    raise ValueError(f'--step={which}: checkpoints in {workdir} are {there or "none"}')
+  return chosen
+
+
+# --- a workdir belongs to one config ---------------------------------------------
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+  """Keys whose values differ, as 'a.b: old -> new'."""
+  old, new = _flat(json.loads(dumps(old))), _flat(json.loads(dumps(new)))
+  return [
+    f'{key}: {old.get(key, "absent")} -> {new.get(key, "absent")}'
+    for key in sorted(old.keys() | new.keys())
+    if old.get(key, '?') != new.get(key, '?') and key.split('.')[0] not in FREE
+  ]
+
+
+def _flat(c: Any, prefix: str = '') -> dict[str, Any]:
+  if not isinstance(c, dict) or not c:
+    return {prefix[:-1]: c}
+  return {
+    k: v for key, item in c.items() for k, v in _flat(item, f'{prefix}{key}.').items()
+  }
+
+
+def dumps(c: dict[str, Any]) -> str:
+  return json.dumps(c, indent=2, sort_keys=True) + '\n'
+
+
+def claim(workdir: pathlib.Path, c: dict[str, Any]) -> None:
+  """Writes config.json, or refuses a workdir that was made with another config."""
+  file = workdir / 'config.json'
+  if file.exists():
+    found = differences(json.loads(file.read_text()), c)
+    if found:
+      raise ValueError(
+        f'workdir {workdir} belongs to another config; it differs in '
+        f"{'; '.join(found)}. Take another workdir, or this one's settings"
+      )
+  workdir.mkdir(parents=True, exist_ok=True)
+  half = file.with_name('.config.json.half')
+  half.write_text(dumps(c))
+  half.replace(file)

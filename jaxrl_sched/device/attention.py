@@ -1,0 +1,49 @@
+"""Attention on packed rows and on a cache. Scores and softmax in float32."""
+
+import jax
+import jax.numpy as jnp
+
+
+def packed(q, k, v, segments):
+  """Causal attention inside segments.
+
+  Args:
+    q: [B, T, N, H]; k, v: [B, T, K, H].
+    segments: [B, T] int32; 0 is padding, which sees padding only.
+
+  Returns:
+    [B, T, N, H].
+  """
+  t = q.shape[1]
+  same = segments[:, :, None] == segments[:, None, :]
+  causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
+  mask = (same & causal[None])[:, None]
+  return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+def write(k_cache, v_cache, k, v, positions):
+  """Puts k and v [R, K, H] at each slot's position [R]; S or more is dropped."""
+  slots = jnp.arange(k.shape[0])
+  return tuple(
+    cache.at[slots, positions].set(new.astype(cache.dtype), mode='drop')
+    for cache, new in ((k_cache, k), (v_cache, v))
+  )
+
+
+def cached(q, k_cache, v_cache, positions, *, used: int):
+  """One query a slot over the cache's first `used` entries up to its own position.
+
+  Args:
+    q: [R, N, H]; k_cache, v_cache: [R, S, K, H]; positions: [R] int32.
+
+  Returns:
+    [R, N, H].
+  """
+  r, n, h = q.shape
+  k, v = k_cache[:, :used], v_cache[:, :used]
+  q = q.reshape(r, k.shape[2], -1, h)
+  scores = jnp.einsum('rkgh,rskh->rkgs', q, k, preferred_element_type=jnp.float32)
+  seen = jnp.arange(used)[None] <= positions[:, None]
+  scores = jnp.where(seen[:, None, None], scores * h**-0.5, -jnp.inf)
+  p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  return jnp.einsum('rkgs,rskh->rkgh', p, v).reshape(r, n, h)

@@ -1,0 +1,460 @@
+"""A run's checkpoints: committed whole or not at all, never half loaded.
+
+    <directory>/<step>/state/         arrays, by orbax, whatever mesh they lie on
+                       control.json   what the controllers decided by
+                       pending.json   groups sampled but not yet trained on
+                       manifest.json  size and checksum of each file above, the
+                                      arrays' shapes, the model, the score
+
+The manifest is written last, just before orbax commits the step by one rename.
+A step that does not agree with its manifest is damaged and is never read further.
+"""
+
+from collections.abc import Iterator
+from concurrent import futures
+import json
+import math
+import os
+import re
+from typing import Any
+import warnings
+import zlib
+
+from etils import epath
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxrl_sched.device import multihost
+
+_STEP = re.compile(r'(\d+)(\.orbax-checkpoint-tmp.*)?')
+_TEMPORARY = '.orbax-checkpoint-tmp'  # orbax's own suffix of a step not committed
+_JSON_TYPES = {type(None), bool, int, float, str}
+
+
+class Checkpoints:
+  """Saves and restores the steps under one directory.
+
+  Every process makes the same calls, as everywhere; process 0 decides, and alone
+  cleans and deletes.
+  """
+
+  def __init__(
+    self,
+    directory: str | os.PathLike,
+    *,
+    keep: int = 2,
+    model: dict[str, Any] | None = None,
+    read_only: bool = False,
+  ):
+    """Opens the directory, and removes what a killed run left half written in it.
+
+    Args:
+      directory: a path, or gs://bucket/path. Made when absent.
+      keep: how many steps stay: the newest ones, one place of them being held by
+        the best as soon as a step has a score.
+      model: a JSON-able description; a checkpoint of another model is refused.
+        None: not compared.
+      read_only: touch nothing: a damaged step is then an error.
+    """
+    if keep < 1:
+      raise ValueError(f'keep: {keep}, expected at least 1')
+    path = os.fspath(directory)
+    self._directory = epath.Path(path if '://' in path else os.path.abspath(path))
+    self._is_local = '://' not in path
+    self._keep = keep
+    self._model = None if model is None else json.loads(json.dumps(model))
+    self._read_only = read_only
+    self._texts: dict[str, str] = {}  # file name -> content, of the step being saved
+    self._manifest: dict[str, Any] = {}  # of the step being saved, less its files
+    self._saving: futures.Future | None = None
+    self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
+    # Slicing replicas apart, as orbax does by default, would compile at a save.
+    arrays = ocp.type_handlers.ArrayHandler(
+      use_replica_parallel=False, enable_write_sharding_file=False
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    # Named processes make orbax wait in barriers of the coordination service, which
+    # have a time limit and compile nothing.
+    processes = set(range(multihost.count())) if multihost.count() > 1 else None
+    among = ocp.options.MultiprocessingOptions(active_processes=processes)
+    self._arrays = ocp.PyTreeCheckpointHandler(
+      type_handler_registry=registry, multiprocessing_options=among
+    )
+    self._checkpointer = None
+    if not read_only:
+      self._checkpointer = ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(
+          state=self._arrays,
+          composite_options=ocp.CompositeOptions(multiprocessing_options=among),
+        ),
+        async_options=ocp.AsyncOptions(post_finalization_callback=self._describe),
+        multiprocessing_options=among,
+      )
+      if multihost.is_first():
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._clean()
+
+  def save(
+    self,
+    step: int,
+    state: Any,
+    *,
+    control: dict[str, Any],
+    pending: list | dict,
+    score: float | None,
+  ) -> None:
+    """Copies everything out, and writes it in the background.
+
+    When this returns, arrays may be donated and the rest changed. A step that is
+    there already stays as it is: resuming is exact, so this would be its like.
+
+    Args:
+      step: how many learner steps lie behind this state.
+      state: a tree of jax.Array, on any mesh.
+      control: JSON: string keys; numbers come back exactly.
+      pending: JSON, likewise.
+      score: the larger the better; None where nothing was evaluated.
+
+    Raises:
+      ValueError: something cannot be saved, by name.
+      RuntimeError: an earlier save failed; it is raised once, here or in `wait`.
+    """
+    if self._read_only:
+      raise ValueError(f'Checkpoints in {self._directory} were opened to be read only')
+    arrays = _by_name(state)
+
+    def prepare() -> bool:
+      self.wait()
+      for name, array in arrays.items():
+        if not isinstance(array, jax.Array):
+          raise ValueError(f'State {name}: {type(array).__name__}, expected jax.Array')
+      if not multihost.is_first():
+        return True
+      self._clean()
+      if score is not None and not math.isfinite(score):
+        raise ValueError(f'Score of step {step}: {score}, expected a finite number')
+      _check_json(control, 'control')
+      _check_json(pending, 'pending')
+      if self._path(step).exists():
+        fault = self._fault(step)
+        if fault is None:
+          return False
+        self._set_aside(step, fault)
+      self._texts = {
+        'control.json': json.dumps(control),
+        'pending.json': json.dumps(pending),
+      }
+      self._manifest = {
+        'step': step,
+        'score': None if score is None else float(score),
+        'model': self._model,
+        'arrays': _shapes(arrays),
+      }
+      return True
+
+    if multihost.gather(prepare, name=f'checkpoint: save {step}')[0]:
+      self._checkpointer.save(
+        self._path(step), args=ocp.args.Composite(state=ocp.args.PyTreeSave(arrays))
+      )
+      self._saving = self._thread.submit(self._finish, step)
+
+  def restore(
+    self, like: Any, *, step: int | None = None
+  ) -> tuple[int, Any, dict[str, Any], Any] | None:
+    """Reads a step, the newest whole one unless told which.
+
+    Args:
+      like: a tree of jax.ShapeDtypeStruct with shardings, where arrays are to lie.
+      step: None passes over damaged steps, with a warning, and renames them
+        <step>.damaged, out of the way of a later save.
+
+    Returns:
+      (step, state, control, pending), or None where `step` is None and there is
+      nothing to read.
+
+    Raises:
+      ValueError: `step` is absent or damaged; or the checkpoint is of another model
+        or another tree of arrays. The message names what differs.
+    """
+    wanted = _by_name(like)
+    for name, array in wanted.items():
+      if array.sharding is None:
+        raise ValueError(f'State {name}: no sharding, expected one to restore to')
+    self.wait()
+    found = multihost.agree(
+      lambda: self._choose(step, wanted), name=f'checkpoint: choose {step}'
+    )
+    if found is None:
+      return None
+    step, control, pending = found
+    arrays = {}
+
+    def load() -> None:
+      to = {
+        name: ocp.ArrayRestoreArgs(
+          sharding=array.sharding, global_shape=array.shape, dtype=array.dtype
+        )
+        for name, array in wanted.items()
+      }
+      arrays.update(
+        self._arrays.restore(
+          self._path(step) / 'state',
+          args=ocp.args.PyTreeRestore(item=wanted, restore_args=to),
+        )
+      )
+
+    multihost.gather(load, name=f'checkpoint: load {step}')
+    leaves = [arrays[name] for name in wanted]
+    state = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    return step, state, control, pending
+
+  def steps(self) -> list[int]:
+    """The steps that are whole, ascending: committed, with every file at its size."""
+    return [step for step in self._committed() if self._fault(step) is None]
+
+  def wait(self) -> None:
+    """Waits for the save under way. Raises RuntimeError if it failed."""
+    if self._saving is not None:
+      saving, self._saving = self._saving, None
+      saving.result()
+
+  def close(self) -> None:
+    """As `wait`; then nothing more can be saved."""
+    try:
+      self.wait()
+    finally:
+      self._thread.shutdown()
+      if self._checkpointer is not None:
+        self._checkpointer.close()
+
+  def _path(self, step: int) -> epath.Path:
+    return self._directory / str(step)
+
+  def _committed(self) -> list[int]:
+    if not self._directory.exists():
+      return []
+    return sorted(
+      int(path.name)
+      for path in self._directory.iterdir()
+      if path.name.isdecimal() and ocp.utils.is_checkpoint_finalized(path)
+    )
+
+  def _describe(self) -> None:
+    """Writes control, pending and manifest: all else is written, nothing committed."""
+    step = self._manifest['step']
+    path = self._checkpointer.get_temporary_path(self._path(step)).get()
+    for name, text in self._texts.items():
+      (path / name).write_text(text)
+    files = [*_files(path / 'state'), *(path / name for name in self._texts)]
+    sizes = {
+      file.relative_to(path).as_posix(): self._measure(file) for file in sorted(files)
+    }
+    body = json.dumps({**self._manifest, 'files': sizes})
+    crc = zlib.crc32(body.encode())
+    (path / 'manifest.json').write_text(f'{{"crc": {crc}, "manifest":\n{body}}}\n')
+    self._sync(path / 'manifest.json')
+
+  def _measure(self, file: epath.Path) -> list[int]:
+    """[size] or [size, checksum]: an object store checks its own bytes."""
+    size = file.stat().length
+    if not self._is_local:
+      return [size]
+    self._sync(file)
+    return [size, _crc(file)]
+
+  def _sync(self, file: epath.Path) -> None:
+    """The rename must not reach the disk before what it commits."""
+    if self._is_local:
+      with file.open('rb') as f:
+        os.fsync(f.fileno())
+
+  def _read_manifest(self, step: int) -> dict[str, Any]:
+    """Raises ValueError or OSError when it is not as it was written."""
+    text = (self._path(step) / 'manifest.json').read_text()
+    body = text[text.index('\n') + 1 : -2]
+    if json.loads(text)['crc'] != zlib.crc32(body.encode()):
+      raise ValueError('it has changed')
+    return json.loads(body)
+
+  def _fault(self, step: int, *, deep: bool = False) -> str | None:
+    """What is wrong with a committed step; `deep` reads every file through."""
+    try:
+      files = self._read_manifest(step)['files']
+    except (ValueError, KeyError, TypeError, OSError) as error:
+      return f'manifest.json cannot be read ({type(error).__name__}: {error})'
+    for name, (size, *crc) in files.items():
+      file = self._path(step) / name
+      if not file.exists():
+        return f'{name} is missing'
+      if file.stat().length != size:
+        return f'{name} has {file.stat().length} bytes, expected {size}'
+      if deep and crc and _crc(file) != crc[0]:
+        return f'{name} has changed since it was written'
+    return None
+
+  def _choose(
+    self, step: int | None, wanted: dict[str, Any]
+  ) -> tuple[int, Any, Any] | None:
+    """Finds the step to read, with its control and pending. On process 0."""
+    committed = self._committed()
+    if step is not None and step not in committed:
+      there = ', '.join(map(str, committed)) or 'none'
+      raise ValueError(f'No checkpoint {self._path(step)}; there are: {there}')
+    for candidate in [step] if step is not None else reversed(committed):
+      fault = self._fault(candidate, deep=True)
+      if fault is None:
+        self._check_fits(candidate, wanted)
+        path = self._path(candidate)
+        control, pending = (
+          json.loads((path / name).read_text())
+          for name in ('control.json', 'pending.json')
+        )
+        return candidate, control, pending
+      if step is not None or self._read_only:
+        there = ', '.join(map(str, self.steps())) or 'none'
+        raise ValueError(
+          f'Checkpoint {self._path(candidate)} is damaged: {fault}; whole ones: {there}'
+        )
+      self._set_aside(candidate, fault)
+    return None
+
+  def _check_fits(self, step: int, wanted: dict[str, Any]) -> None:
+    manifest = self._read_manifest(step)
+    if self._model is not None:
+      differing = _differences(_by_name(manifest['model'] or {}), _by_name(self._model))
+      if differing:
+        raise ValueError(
+          f'Checkpoint {self._path(step)} is of another model: {differing}'
+        )
+    differing = _differences(manifest['arrays'], _shapes(wanted))
+    if differing:
+      raise ValueError(f'Checkpoint {self._path(step)} has other arrays: {differing}')
+
+  def _set_aside(self, step: int, fault: str) -> None:
+    path = self._path(step)
+    aside = path.with_name(f'{step}.damaged')
+    number = 1
+    while aside.exists():
+      number += 1
+      aside = path.with_name(f'{step}.damaged-{number}')
+    path.rename(aside)
+    warnings.warn(
+      f'Checkpoint {path} is damaged: {fault}; moved to {aside.name}', stacklevel=2
+    )
+
+  def _finish(self, step: int) -> None:
+    """In the background: waits for the commit, and only then deletes what is old."""
+    try:
+      self._checkpointer.wait_until_finished()
+      if multihost.is_first():
+        for old in self._superseded():
+          self._delete(self._path(old))
+    except Exception as error:  # raised at the next `wait` or `save`
+      if multihost.is_first():
+        self._clean()  # gives a full disk its room back
+      raise RuntimeError(
+        f'Checkpoint {self._path(step)} could not be saved: {error}'
+      ) from error
+
+  def _superseded(self) -> list[int]:
+    """The steps that neither newness nor score keeps."""
+    steps = self.steps()
+    scores = {step: self._read_manifest(step)['score'] for step in steps}
+    scored = [step for step in steps if scores[step] is not None]
+    kept = set()
+    if scored and self._keep > 1:
+      kept.add(max(scored, key=lambda step: (scores[step], step)))
+    for step in reversed(steps):
+      if len(kept) < self._keep:
+        kept.add(step)
+    return [step for step in steps if step not in kept]
+
+  def _delete(self, path: epath.Path) -> None:
+    """First makes it uncommitted, so that half a deletion never counts as a step."""
+    if self._is_local:
+      path = path.rename(path.with_name(path.name + _TEMPORARY))
+    else:
+      (path / 'commit_success.txt').unlink(missing_ok=True)
+    path.rmtree()
+
+  def _clean(self) -> None:
+    """Removes steps that were not committed, of this run or of one killed before.
+
+    What a writer of a failed save still adds meanwhile is found the next time: at
+    the next save, or the next start.
+    """
+    for path in list(self._directory.iterdir()):
+      if _STEP.fullmatch(path.name) and not ocp.utils.is_checkpoint_finalized(path):
+        try:
+          path.rmtree()
+        except OSError as error:
+          warnings.warn(f'{path} could not be removed: {error}', stacklevel=2)
+
+
+def _files(directory: epath.Path) -> Iterator[epath.Path]:
+  for path in directory.iterdir():
+    if path.is_dir():
+      yield from _files(path)
+    else:
+      yield path
+
+
+def _crc(file: epath.Path) -> int:
+  crc = 0
+  with file.open('rb') as f:
+    while block := f.read(1 << 20):
+      crc = zlib.crc32(block, crc)
+  return crc
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+  """The leaves of a tree by their path, such as 'params.layers.0.w'.
+
+  Saved so, flat, a checkpoint does not hang on the classes of the tree's nodes.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  named = {
+    jax.tree_util.keystr(path, simple=True, separator='.'): leaf
+    for path, leaf in leaves
+  }
+  if len(named) < len(leaves):
+    raise ValueError('State: two leaves have one name; expected keys without dots')
+  return named
+
+
+def _shapes(arrays: dict[str, Any]) -> dict[str, str]:
+  return {
+    name: f'{np.dtype(a.dtype).name}[{", ".join(map(str, a.shape))}]'
+    for name, a in arrays.items()
+  }
+
+
+def _differences(saved: dict[str, Any], expected: dict[str, Any]) -> str:
+  """Names what differs, the first three in full; '' if nothing does."""
+  names = [
+    name
+    for name in sorted(saved.keys() | expected.keys())
+    if name not in saved or name not in expected or saved[name] != expected[name]
+  ]
+  texts = [
+    f'{name}: saved {saved.get(name, "nothing")}, expected'
+    f' {expected.get(name, "nothing")}'
+    for name in names[:3]
+  ]
+  return '; '.join(texts + ([f'and {len(names) - 3} more'] if len(names) > 3 else []))
+
+
+def _check_json(value: Any, name: str) -> None:
+  """Refuses what JSON would change unnoticed or cannot hold."""
+  if isinstance(value, dict):
+    for key, item in value.items():
+      if type(key) is not str:
+        raise ValueError(f'{name}: key {key!r}, expected a string')
+      _check_json(item, f'{name}.{key}')
+  elif isinstance(value, list):
+    if not set(map(type, value)) <= _JSON_TYPES:  # lists of numbers are long
+      for i, item in enumerate(value):
+        _check_json(item, f'{name}.{i}')
+  elif type(value) not in _JSON_TYPES:
+    raise ValueError(f'{name}: {type(value).__name__}, expected what JSON can hold')

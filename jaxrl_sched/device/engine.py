@@ -1,0 +1,237 @@
+"""The sampler, the grader, the learner and the checkpoints as one Engine."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_sched.device import multihost
+from jaxrl_sched.device.checkpoint import Checkpoints
+from jaxrl_sched.device.learner import Learner
+from jaxrl_sched.device.prompts import answer_text
+from jaxrl_sched.device.references import References
+from jaxrl_sched.device.sampler import Sampler
+from jaxrl_sched.engine import Stopped
+from jaxrl_sched.host import packing
+from jaxrl_sched.host.grading import GradingPool
+from jaxrl_sched.host.rewards import overlong_penalty
+from jaxrl_sched.types import Completion, Group, Request
+
+
+class CompileCounter:
+  """Counts XLA compilations in this process."""
+
+  def __init__(self):
+    self.count = 0
+    jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+  def _hear(self, event: str, *_, **__) -> None:
+    self.count += event == '/jax/core/compile/backend_compile_duration'
+
+  def take(self) -> int:
+    """How many since the last call."""
+    count, self.count = self.count, 0
+    return count
+
+
+class DeviceEngine:
+  """Samples, grades and learns on this process's devices.
+
+  Args:
+    teacher: answers in the sampler's place during training, or None.
+    overlong: keyword arguments of `overlong_penalty` but for the limit, or None.
+    max_new_tokens: of training; the limit that shaping and averaging speak of.
+    window: of the packing.
+    stopping: set (by a signal handler) when the run is to stop.
+  """
+
+  def __init__(
+    self,
+    *,
+    sampler: Sampler,
+    learner: Learner,
+    grader: GradingPool,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoints: Checkpoints,
+    max_new_tokens: int,
+    window: int = 16,
+    overlong: dict[str, Any] | None = None,
+    teacher: References | None = None,
+    stopping: threading.Event | None = None,
+  ):
+    self.step = 0
+    self._sampler, self._learner, self._grader = sampler, learner, grader
+    self._tokenizer, self._checkpoints = tokenizer, checkpoints
+    self._max_new_tokens, self._window, self._overlong = (
+      max_new_tokens,
+      window,
+      overlong,
+    )
+    self._teacher = teacher
+    self._stopping = threading.Event() if stopping is None else stopping
+    self._submitted: list[Request] = []
+    self._compiled = CompileCounter()
+    self._times = dict.fromkeys(('generate_s', 'reward_s'), 0.0)
+    self._idle: list[float] = []
+
+  def agree(self, make: Callable[[], Any]) -> Any:
+    return multihost.agree(make, name=f'plan {self.step}')
+
+  def warm_up(self, longest_prompt: int) -> None:
+    """Compiles everything, so that no step does, the first after a resume included."""
+    self._sampler.warm_up(longest_prompt)
+    self._learner.warm_up()
+    self._sampler.load(self._learner.parameters, self.step)
+    self._compiled.take()
+
+  def restore(self, step: int | None = None) -> dict[str, Any] | None:
+    """Loads a checkpoint, the newest whole one. Returns the controllers' state."""
+    found = self._checkpoints.restore(self._learner.like(), step=step)
+    if found is None:
+      return None
+    self.step, self._learner.state, control, pending = found
+    self._publish()
+    return control | {'carried': pending}
+
+  def save(self, control: dict[str, Any], *, score: float | None) -> None:
+    control = dict(control)
+    pending = control.pop('carried')
+    self._checkpoints.save(
+      self.step, self._learner.state, control=control, pending=pending, score=score
+    )
+
+  def submit(self, requests: Sequence[Request]) -> None:
+    self._submitted.extend(requests)
+
+  def collect(self) -> list[Group]:
+    requests, self._submitted = self._submitted, []
+    source = self._sampler if self._teacher is None else self._teacher
+    groups = self._answer(source, requests)
+    self._idle.append(source.idle_share)
+    return [self._shape(group) for group in groups]
+
+  def evaluate(self, requests: Sequence[Request]) -> list[Group]:
+    kept = dict(self._times)
+    groups = self._answer(self._sampler, requests)
+    self._times = kept  # not the time of a step
+    return groups
+
+  def text_of(self, completion: Completion, stop_ids: Sequence[int]) -> str:
+    return answer_text(self._tokenizer, completion.tokens, stop_ids)
+
+  def _answer(self, source, requests: Sequence[Request]) -> list[Group]:
+    """Samples, and grades each answer while others are still being sampled."""
+
+    def grade(request: Request, completion: Completion) -> None:
+      text = self.text_of(completion, request.sampling.stop_ids)
+      self._grader.submit((completion.draw, completion.answer), text, request.prompt)
+
+    def check() -> None:
+      if self._stopping.is_set():
+        raise Stopped
+
+    began = time.perf_counter()
+    completions = source.generate(requests, on_finish=grade, on_chunk=check)
+    sampled = time.perf_counter()
+    grades = self._grader.collect()
+    self._times['generate_s'] += sampled - began
+    self._times['reward_s'] += time.perf_counter() - sampled
+
+    groups, rest = [], iter(completions)
+    for request in requests:
+      answers = tuple(next(rest) for _ in range(request.size))
+      found = [grades[request.draw, k] for k in range(request.size)]
+      verdicts = np.array([g.score for g in found], np.float32)
+      groups.append(
+        Group(
+          request=request,
+          completions=answers,
+          verdicts=verdicts,
+          rewards=verdicts,
+          faults=tuple(g.fault for g in found),
+        )
+      )
+    return groups
+
+  def _shape(self, group: Group) -> Group:
+    if self._overlong is None:
+      return group
+    penalty = overlong_penalty(
+      group.lengths, limit=self._max_new_tokens, **self._overlong
+    )
+    return dataclasses.replace(group, rewards=group.verdicts + penalty)
+
+  def learn(
+    self, groups: Sequence[Group], advantages: Sequence[np.ndarray]
+  ) -> dict[str, Any]:
+    began = time.perf_counter()
+    loss = self._learner.loss
+    batches = []
+    if groups:
+      keep = [
+        1.0 - g.truncated if loss.overlong_filter else np.ones(g.size) for g in groups
+      ]
+      weights = packing.answer_weights(
+        [g.lengths for g in groups],
+        averaging=loss.averaging or packing.AVERAGING[loss.kind],
+        max_new_tokens=self._max_new_tokens,
+        keep=keep,
+      )
+      batches = packing.fill(
+        groups,
+        advantages,
+        weights,
+        version=self.step,
+        rows=self._learner.rows,
+        row_tokens=self._learner.row_tokens,
+        window=self._window,
+      )
+    metrics = {'update/skipped': float(not batches)}
+    if batches:
+      metrics |= self._learner.update(batches)
+      metrics |= {
+        'packing/density': packing.density(batches),
+        'packing/rows': sum(int(b.segments.any(axis=1).sum()) for b in batches),
+      }
+      lags = np.concatenate(
+        [
+          np.full(len(c.tokens), self.step - c.version)
+          for g in groups
+          for c in g.completions
+        ]
+      )
+      metrics |= {'lag/mean': float(lags.mean()), 'lag/max': int(lags.max())}
+      if self._teacher is not None or not (lags == 0).any():
+        # No answer of the current weights, so no gap between sampler and learner.
+        metrics = {k: v for k, v in metrics.items() if not k.startswith('mismatch/')}
+    self.step += 1
+    self._publish()
+    # The next sampling needs the new weights anyway; waiting here keeps times honest.
+    jax.block_until_ready(self._learner.state)
+    times = self._times | {'learn_s': time.perf_counter() - began}
+    self._times = dict.fromkeys(self._times, 0.0)
+    idle, self._idle = self._idle, []
+    return (
+      metrics
+      | {f'time/{name}': value for name, value in times.items()}
+      | {
+        'rollout/idle_slots': float(np.mean(idle)) if idle else 0.0,
+        'compile/count': self._compiled.take(),
+      }
+    )
+
+  def _publish(self) -> None:
+    self._sampler.load(self._learner.parameters, self.step)
+    if self._teacher is not None:
+      self._teacher.load(None, self.step)
+
+  def close(self) -> None:
+    try:
+      self._checkpoints.close()
+    finally:
+      self._grader.close()

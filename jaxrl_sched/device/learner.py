@@ -1,0 +1,349 @@
+"""The learner: log-probs without [B, T, V], gradients summed over microbatches, AdamW.
+
+Supervised learning is this very update with advantage 1 on given answers.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxrl_sched.device import losses
+from jaxrl_sched.device import mesh as meshes
+from jaxrl_sched.device import model as model_lib
+from jaxrl_sched.device.model import ModelConfig
+from jaxrl_sched.types import Batch
+
+LOGITS_AT_ONCE = 2**24  # elements of [B, t, V] that are held in float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+  """The objective; see `losses.policy_loss` for the terms.
+
+  `averaging` None is that of the kind. `overlong_filter` leaves truncated answers
+  out. `tis_cap` None switches the correction off. With `kl_coef` above 0 the
+  initial weights are kept as the reference.
+  """
+
+  kind: str = 'dapo'
+  clip_low: float = 0.2
+  clip_high: float = 0.28
+  dual_clip: float | None = None
+  tis_cap: float | None = 2.0
+  kl_coef: float = 0.0
+  kl: str = 'k3'
+  averaging: str | None = None
+  overlong_filter: bool = False
+
+
+def make_optimizer(
+  *,
+  learning_rate: float,
+  steps: int,
+  warmup_steps: int = 0,
+  schedule: str = 'constant',
+  final_fraction: float = 0.1,
+  weight_decay: float = 0.0,
+  max_grad_norm: float | None = 1.0,
+  b1: float = 0.9,
+  b2: float = 0.95,
+  eps: float = 1e-8,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+  """AdamW with linear warm-up, then 'constant', 'linear' or 'cosine'.
+
+  Args:
+    steps: updates of the whole run, at whose end the learning rate is
+      `final_fraction` of its peak (unless constant).
+    weight_decay: on matrices; norms and biases are spared.
+  """
+  rest = max(1, steps - warmup_steps)
+  shapes = {
+    'constant': lambda: optax.constant_schedule(learning_rate),
+    'linear': lambda: optax.linear_schedule(
+      learning_rate, learning_rate * final_fraction, rest
+    ),
+    'cosine': lambda: optax.cosine_decay_schedule(learning_rate, rest, final_fraction),
+  }
+  if schedule not in shapes:
+    raise ValueError(
+      f'optimizer.schedule: {schedule!r}, expected one of {", ".join(shapes)}'
+    )
+  if learning_rate < 0 or warmup_steps < 0 or weight_decay < 0:
+    raise ValueError(
+      f'optimizer: learning_rate={learning_rate}, warmup_steps={warmup_steps}, '
+      f'weight_decay={weight_decay}; expected 0 or more'
+    )
+  if max_grad_norm is not None and max_grad_norm <= 0:
+    raise ValueError(f'optimizer.max_grad_norm: {max_grad_norm}, expected above 0')
+  rate = shapes[schedule]()
+  if warmup_steps:
+    # The first update is not thrown away: it has 1 / warmup_steps of the rate.
+    rise = optax.linear_schedule(
+      learning_rate / warmup_steps, learning_rate, warmup_steps
+    )
+    rate = optax.join_schedules([rise, rate], [warmup_steps])
+
+  def decays(parameters):
+    return jax.tree_util.tree_map_with_path(
+      lambda path, _: not str(path[-1].key).endswith(('scale', '_bias')), parameters
+    )
+
+  adamw = optax.adamw(
+    rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays
+  )
+  if max_grad_norm is not None:
+    adamw = optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+  return adamw, rate
+
+
+def token_logps(hidden, kernel, config: ModelConfig, targets, *, temperature=1.0):
+  """log p(target) and entropy under softmax(logits / temperature), a part at a time.
+
+  [B, T, V] is never whole in float32, forward or backward: places are cut along T
+  (rows may lie on many devices) and each part is computed again in the backward.
+
+  Args:
+    hidden: [B, T, D]. kernel: [D, V]. targets: [B, T] int32.
+
+  Returns:
+    log-probs and entropies, each [B, T] float32.
+  """
+  b, t, d = hidden.shape
+  most = max(1, LOGITS_AT_ONCE // (b * config.vocab_size))
+  part = next(n for n in range(min(t, most), 0, -1) if t % n == 0)
+
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def one(hidden, targets):
+    logits = model_lib.head_logits(hidden, kernel, config) / temperature
+    total = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    entropy = total - jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
+    return chosen - total, entropy
+
+  if part == t:
+    return one(hidden, targets)
+  parts = (
+    hidden.reshape(b, t // part, part, d).swapaxes(0, 1),
+    targets.reshape(b, t // part, part).swapaxes(0, 1),
+  )
+  _, out = jax.lax.scan(lambda _, xs: (None, one(*xs)), None, parts)
+  return tuple(x.swapaxes(0, 1).reshape(b, t) for x in out)
+
+
+def answer_logps(parameters, config, batch, *, temperature=1.0, remat=False):
+  """log-probs and entropies of a packed batch's tokens, [B, T]; entry 0 is 0."""
+  model = model_lib.decoder(config, parameters)
+  hidden = model.rows(
+    batch['tokens'], batch['segments'], batch['positions'], remat=remat
+  )
+  targets = jnp.roll(batch['tokens'], -1, axis=1)  # the last one's is never read
+  found = token_logps(
+    hidden, model.head_kernel(), config, targets, temperature=temperature
+  )
+  return tuple(jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in found)
+
+
+def microbatch_loss(
+  parameters, reference, batch, *, config, loss: Loss, temperature, remat
+):
+  """The loss of one microbatch: a plain sum. Returns it with sums for the log."""
+  logp, entropy = answer_logps(
+    parameters, config, batch, temperature=temperature, remat=remat
+  )
+  weight, trained = batch['weights'], batch['weights'] > 0
+  held = jax.lax.stop_gradient(logp)
+  fresh = batch['fresh']
+  total, sums = losses.policy_loss(
+    logp,
+    jnp.where(fresh, held, batch['logps']),
+    batch['advantages'],
+    weight,
+    kind=loss.kind,
+    clip_low=loss.clip_low,
+    clip_high=loss.clip_high,
+    dual_clip=loss.dual_clip,
+    tis_cap=loss.tis_cap,
+    logp_sampled=batch['logps'],
+    segments=batch['segments'],
+  )
+  if reference is not None:
+    logp_ref, _ = answer_logps(reference, config, batch, temperature=temperature)
+    total += losses.kl_penalty(logp, logp_ref, weight, coef=loss.kl_coef, kind=loss.kl)
+    estimate = losses.kl_estimate(
+      jnp.where(trained, held, 0.0), jnp.where(trained, logp_ref, 0.0), kind='k3'
+    )
+    sums['kl'] = jnp.sum(estimate)
+  same = trained & fresh
+  gap = jnp.where(same, jnp.abs(held - batch['logps']), 0.0)
+  sums |= dict(
+    loss=total,
+    entropy=jnp.sum(jnp.where(trained, entropy, 0.0)),
+    fresh=jnp.sum(same),
+    gap=jnp.sum(gap),
+    gap_max=jnp.max(gap),
+  )
+  return total, jax.tree.map(lambda x: jax.lax.stop_gradient(x).astype('float32'), sums)
+
+
+class Learner:
+  """Holds the weights and the optimizer; `update` does one step.
+
+  Args:
+    parameters: float32 tree; copied to the learner's shardings, never donated.
+    rows, row_tokens: shape of a microbatch; their number is the host's choice.
+    optimizer: keyword arguments of `make_optimizer`.
+    temperature: of the sampling, at which log-probs are computed.
+    remat: compute activations again in the backward instead of keeping them.
+  """
+
+  def __init__(
+    self,
+    parameters,
+    config: ModelConfig,
+    *,
+    mesh=None,
+    rows: int,
+    row_tokens: int,
+    optimizer: dict[str, Any],
+    loss: Loss,
+    temperature: float = 1.0,
+    remat: bool = False,
+  ):
+    mesh = meshes.make_mesh() if mesh is None else mesh
+    if rows < 1 or rows % meshes.size(mesh, 'rows'):
+      raise ValueError(
+        f'learner.rows: {rows}, expected a multiple of data * fsdp = '
+        f'{meshes.size(mesh, "rows")}'
+      )
+    self.rows, self.row_tokens, self.loss = rows, row_tokens, loss
+    self._optimizer, self._rate = make_optimizer(**optimizer)
+    shapes, axes = model_lib.abstract(config)
+    at = meshes.parameter_shardings(shapes, axes, mesh)
+    whole = meshes.sharding(mesh)
+    optimizer_at = optax.tree_utils.tree_map_params(
+      self._optimizer,
+      lambda _, sharding: sharding,
+      jax.eval_shape(self._optimizer.init, shapes),
+      at,
+      transform_non_params=lambda _: whole,
+    )
+    self._state_at = dict(parameters=at, optimizer=optimizer_at)
+    self._row_at = meshes.sharding(mesh, 'rows', None)
+
+    def start(parameters):
+      copy = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), parameters)
+      return dict(parameters=copy, optimizer=self._optimizer.init(copy))
+
+    parameters = jax.device_put(parameters, at)
+    self.state = jax.jit(start, out_shardings=self._state_at)(parameters)
+    self._reference = parameters if loss.kl_coef > 0 else None
+
+    gradient = jax.grad(
+      functools.partial(
+        microbatch_loss, config=config, loss=loss, temperature=temperature, remat=remat
+      ),
+      has_aux=True,
+    )
+
+    def first(parameters, reference, batch):
+      return gradient(parameters, reference, batch)
+
+    def add(total, parameters, reference, batch):
+      new, sums = gradient(parameters, reference, batch)
+      old, old_sums = total
+      sums = {
+        k: (jnp.maximum if k == 'gap_max' else jnp.add)(old_sums[k], v)
+        for k, v in sums.items()
+      }
+      return jax.tree.map(jnp.add, old, new), sums
+
+    self._first = jax.jit(first, out_shardings=(at, whole))
+    self._add = jax.jit(add, donate_argnums=0, out_shardings=(at, whole))
+    self._apply = jax.jit(
+      self._apply_gradient,
+      donate_argnums=(0, 1),
+      out_shardings=(self._state_at, whole),
+    )
+
+  @property
+  def parameters(self):
+    return self.state['parameters']
+
+  def like(self):
+    """The state as shapes with shardings, for a checkpoint to fill."""
+    return jax.tree.map(
+      lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+      self.state,
+      self._state_at,
+    )
+
+  def _apply_gradient(self, state, gradient, sums):
+    """One AdamW step, refused as a whole if the gradient is not finite."""
+    norm = optax.tree_utils.tree_norm(gradient)
+    good = jnp.isfinite(norm)
+    changes, optimizer = self._optimizer.update(
+      gradient, state['optimizer'], state['parameters']
+    )
+    new = dict(
+      parameters=optax.apply_updates(state['parameters'], changes), optimizer=optimizer
+    )
+    # Adam and the schedule count alike; refused steps count in neither.
+    counts = optax.tree_utils.tree_get_all_with_path(state['optimizer'], 'count')
+    rate = self._rate(counts[0][1])
+    state = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state)
+    tokens, fresh = jnp.maximum(sums['tokens'], 1), jnp.maximum(sums['fresh'], 1)
+    metrics = {
+      'loss': sums['loss'],
+      'entropy': sums['entropy'] / tokens,
+      'grad_norm': norm,
+      'clip_frac': sums['clip_frac'] / tokens,
+      'kl': sums.get('kl', sums['kl_old']) / tokens,
+      'lr': rate,
+      'mismatch/logp_abs_mean': sums['gap'] / fresh,
+      'mismatch/logp_abs_max': sums['gap_max'],
+      'mismatch/tis_raw_mean': sums['tis_raw'] / tokens,
+      'update/refused': 1.0 - good,
+    }
+    if 'tis' in sums:
+      metrics['mismatch/tis_mean'] = sums['tis'] / tokens
+    return state, metrics
+
+  def gradient(self, batches: Sequence[Batch]):
+    """The gradient summed over microbatches (float32), and sums for the log."""
+    total = None
+    for batch in batches:
+      arrays = {
+        f.name: jax.device_put(getattr(batch, f.name), self._row_at)
+        for f in dataclasses.fields(batch)
+      }
+      if total is None:
+        total = self._first(self.parameters, self._reference, arrays)
+      else:
+        total = self._add(total, self.parameters, self._reference, arrays)
+    return total
+
+  def update(self, batches: Sequence[Batch]) -> dict[str, jax.Array]:
+    """One step from these microbatches, at least one. Metrics are on their way."""
+    gradient, sums = self.gradient(batches)
+    self.state, metrics = self._apply(self.state, gradient, sums)
+    return metrics
+
+  def warm_up(self) -> None:
+    """Compiles the update, leaving the state as it was."""
+    shape = (self.rows, self.row_tokens)
+    dtypes = dict(tokens='i4', segments='i4', positions='i4', fresh='?')
+    nothing = Batch(
+      **{
+        f.name: np.zeros(shape, dtypes.get(f.name, 'f4'))
+        for f in dataclasses.fields(Batch)
+      }
+    )
+    gradient, sums = self.gradient([nothing, nothing])
+    spoilt = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), gradient)
+    self.state, _ = self._apply(self.state, spoilt, sums)

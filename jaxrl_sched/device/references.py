@@ -1,0 +1,59 @@
+"""Reference solutions in the sampler's place: what warm starts learn from."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_sched.types import Completion, Request
+
+
+class References:
+  """Answers each request with its prompt's solution, ended by the end token.
+
+  Trained on with advantage 1 and old log-probs that are the learner's own, the
+  policy gradient is that of supervised learning.
+  """
+
+  idle_share = 0.0
+
+  def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    self._tokenizer = tokenizer
+    self.version = 0
+
+  def load(self, parameters, version: int) -> None:
+    del parameters  # references are nobody's samples
+    self.version = version
+
+  def generate(
+    self,
+    requests: Sequence[Request],
+    *,
+    on_finish: Callable[[Request, Completion], None],
+    on_chunk: Callable[[], None],
+  ) -> list[Completion]:
+    completions = []
+    for request in requests:
+      prompt = request.prompt
+      if not isinstance(prompt.solution, str):
+        raise ValueError(f'prompt {prompt.id!r}: no solution, needed by teacher')
+      ids = self._tokenizer(prompt.solution, add_special_tokens=False).input_ids
+      tokens = np.array([*ids, self._tokenizer.eos_token_id], np.int32)
+      limit = request.sampling.max_new_tokens
+      if len(tokens) > limit:
+        raise ValueError(
+          f'prompt {prompt.id!r}: its solution has {len(tokens)} tokens, expected at '
+          f'most sampling.max_new_tokens={limit}'
+        )
+      completion = Completion(
+        draw=request.draw,
+        answer=0,
+        tokens=tokens,
+        logps=np.zeros(len(tokens), np.float32),
+        finish='stop',
+        version=self.version,
+      )
+      completions.append(completion)
+      on_finish(request, completion)
+    on_chunk()
+    return completions

@@ -1,0 +1,220 @@
+"""Where records come from. A source has a length and gives record i alone.
+
+Every source is what grain calls a random-access data source: `len(source)` and
+`source[i]`, the same record each time. `where(i)` names a record for messages. A
+record is a dict; `prompts.py` says which keys it reads.
+"""
+
+from array import array
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import os
+import pathlib
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Source(Protocol):
+  """Records by position."""
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+  def where(self, index: int) -> str: ...
+
+
+class JsonLines:
+  """A file with one JSON object a line, read on access.
+
+  Only the place of each record is kept in memory. Blank lines, a byte-order mark,
+  CRLF and a missing final newline make no difference.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    self.path = path
+    self._file = open(path, 'rb')  # read with pread: no position shared by threads
+    places = array('q')
+    start = 0
+    for number, line in enumerate(self._file, 1):
+      mark = 3 if number == 1 and line.startswith(b'\xef\xbb\xbf') else 0
+      if line[mark:].strip():
+        places.extend((start + mark, len(line) - mark, number))
+      start += len(line)
+    self._places = np.array(places, np.int64).reshape(-1, 3)  # byte, bytes, line
+
+  def __len__(self) -> int:
+    return len(self._places)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    start, size, _ = self._places[index]
+    line = os.pread(self._file.fileno(), int(size), int(start))
+    try:
+      record = json.loads(line.decode())
+    except ValueError as error:  # not JSON, or not UTF-8
+      raise ValueError(f'{self.where(index)}: not JSON: {error}') from None
+    if not isinstance(record, dict):
+      raise ValueError(
+        f'{self.where(index)}: expected a JSON object, found {line.decode()[:40]!r}'
+      )
+    return record
+
+  def where(self, index: int) -> str:
+    return f'{self.path}, line {self._places[index, 2]}'
+
+
+class Parquet:
+  """A parquet file, held in Arrow's column form."""
+
+  def __init__(self, path: pathlib.Path):
+    try:
+      import pyarrow
+      from pyarrow import parquet
+    except ImportError:
+      raise ValueError(
+        f'{path}: reading parquet needs pyarrow, the extra jaxrl_sched[parquet]'
+      ) from None
+    self.path = path
+    try:
+      with parquet.ParquetFile(path, memory_map=True) as file:
+        self._table = file.read().combine_chunks()
+    except (pyarrow.ArrowException, OSError) as error:
+      raise ValueError(f'{path}: not parquet: {_line(error)}') from None
+
+  def __len__(self) -> int:
+    return self._table.num_rows
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    return self._table.slice(index, 1).to_pylist()[0]
+
+  def where(self, index: int) -> str:
+    return f'{self.path}, row {index}'
+
+
+class Generated:
+  """Records made by a program: the i-th a pure function of i."""
+
+  def __init__(self, name: str, items: Any):
+    self.name, self._items = name, items
+    if not (hasattr(items, '__len__') and hasattr(items, '__getitem__')):
+      raise ValueError(
+        f'{name}: expected an object with a length and items, found '
+        f'{type(items).__name__}'
+      )
+    # Prompts are made again when they are drawn, and again after a resume.
+    if len(items) and repr(items[0]) != repr(items[0]):
+      raise ValueError(f'{name}: record 0 differs from one access to the next')
+
+  def __len__(self) -> int:
+    return len(self._items)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    record = self._items[index]
+    if not isinstance(record, dict):
+      raise ValueError(f'{self.where(index)}: expected a dict, found {record!r:.40}')
+    return record
+
+  def where(self, index: int) -> str:
+    return f'{self.name}, record {index}'
+
+
+class Gym(Generated):
+  """A dataset of reasoning_gym, with what its own scorer needs."""
+
+  def __init__(self, name: str, options: dict[str, Any]):
+    try:
+      from reasoning_gym import factory
+    except ImportError:
+      raise ValueError(
+        f'reasoning_gym:{name}: needs the extra jaxrl_sched[gym]'
+      ) from None
+    if name not in factory.DATASETS:
+      raise ValueError(
+        f'reasoning_gym:{name}: no such dataset{nearest(name, factory.DATASETS)}'
+      )
+    # Without a seed reasoning_gym draws one, and no two starts agree.
+    options = {'seed': 0, **options}
+    known = [field.name for field in dataclasses.fields(factory.DATASETS[name][1])]
+    for key in options:
+      if key not in known:
+        raise ValueError(
+          f'reasoning_gym:{name}: unknown option {key!r}{nearest(key, known)}'
+        )
+    try:
+      items = factory.create_dataset(name, **options)
+    except (AssertionError, TypeError, ValueError) as error:  # its own checks
+      raise ValueError(f'reasoning_gym:{name}: {options}: {_line(error)}') from None
+    self.dataset = name
+    super().__init__(f'reasoning_gym:{name}', items)
+
+  def __getitem__(self, index: int) -> dict[str, Any]:
+    entry = self._items[index]
+    return {
+      'prompt': entry['question'],
+      'answer': entry['answer'],
+      'reasoning_gym': self.dataset,
+      'entry': entry,
+    }
+
+
+def open_source(name: str, options: dict[str, Any], root: str | os.PathLike) -> Source:
+  """Opens a source by its name.
+
+  Args:
+    name: a path ending in .jsonl or .parquet; 'reasoning_gym:NAME'; or
+      'package.module:function', which is called with the options and returns an
+      object with a length and items.
+    options: for the last two; files take none.
+    root: where relative paths start.
+
+  Raises:
+    ValueError: nothing of that name, or options that it does not take.
+  """
+  if name.startswith('reasoning_gym:'):
+    return Gym(name.removeprefix('reasoning_gym:'), options)
+  if name.endswith(('.jsonl', '.parquet')):
+    path = pathlib.Path(root) / pathlib.Path(name).expanduser()
+    if options:
+      raise ValueError(f'{name}: a file takes no options, found {sorted(options)}')
+    if not path.is_file():
+      raise ValueError(f'{path}: no such file')
+    return JsonLines(path) if name.endswith('.jsonl') else Parquet(path)
+  if ':' in name:
+    return Generated(name, _generator(name, options))
+  raise ValueError(
+    f'source {name!r}: expected a path ending in .jsonl or .parquet, '
+    "'reasoning_gym:NAME' or 'package.module:function'"
+  )
+
+
+def _generator(name: str, options: dict[str, Any]) -> Any:
+  module_name, _, function_name = name.partition(':')
+  try:
+    module = importlib.import_module(module_name)
+  except (ImportError, ValueError) as error:
+    raise ValueError(f'{name}: cannot be imported: {_line(error)}') from None
+  if not callable(function := vars(module).get(function_name)):
+    raise ValueError(
+      f'{name}: {module_name} has no such function'
+      f'{nearest(function_name, vars(module))}'
+    )
+  try:
+    inspect.signature(function).bind(**options)
+  except TypeError as error:
+    raise ValueError(f'{name}: options {options}: {error}') from None
+  return function(**options)
+
+
+def nearest(word: str, known) -> str:
+  """'; did you mean ...?' for the end of a message, or nothing."""
+  close = difflib.get_close_matches(word, list(known), n=1)
+  return f'; did you mean {close[0]!r}?' if close else ''
+
+
+def _line(error: Exception) -> str:
+  text = str(error).strip()
+  return text.splitlines()[0] if text else type(error).__name__

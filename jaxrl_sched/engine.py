@@ -1,0 +1,47 @@
+"""The Engine protocol: what the loop asks of whatever samples and learns.
+
+The device engine answers with chips, the simulator with a clock.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl_sched.types import Group, Request
+
+
+class Stopped(Exception):
+  """The run was asked to stop (SIGTERM); raised where nothing is half done."""
+
+
+class Engine(Protocol):
+  step: int  # updates done so far, which is the version of the weights
+
+  def agree(self, make: Callable[[], Any]) -> Any:
+    """The value of `make()` on process 0, given to every process."""
+
+  def submit(self, requests: Sequence[Request]) -> None:
+    """Hands out work; answers are sampled with the weights of this step."""
+
+  def collect(self) -> list[Group]:
+    """All that was submitted, sampled and graded, in draw order.
+
+    Raises:
+      Stopped: the run was asked to stop. What was submitted is forgotten.
+    """
+
+  def evaluate(self, requests: Sequence[Request]) -> list[Group]:
+    """Samples and grades at once, without shaping; in the order given."""
+
+  def learn(
+    self, groups: Sequence[Group], advantages: Sequence[np.ndarray]
+  ) -> dict[str, Any]:
+    """One update from these groups (none: no update); the step counts on.
+
+    Returns:
+      Metrics, which may still be on their way.
+    """
+
+  def save(self, control: dict[str, Any], *, score: float | None) -> None:
+    """Keeps weights, optimizer and the controllers' state as of this step."""

@@ -1,0 +1,96 @@
+"""Evaluates a run's checkpoints, or a Hugging Face folder, on the config's held-out sets.
+
+    python -m jaxrl_sched.evaluate --workdir=DIR [--step=N|latest|all] [--hf=FOLDER]
+
+Writes eval/<step>/<dataset>.json and <dataset>.samples.jsonl into the workdir (eval/hf/
+for a folder) and prints a table. Without --config the workdir's own config.json is used.
+"""
+
+import json
+import pathlib
+import sys
+
+from jaxrl_sched import config, evaluation
+from jaxrl_sched.train import overrides, parser
+
+EPILOG = """\
+Settings can be overridden as for train: --config.evaluate.samples=8
+--config.evaluate.temperature=0.6 --config.evaluate.k=(1,8).
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+  arguments = parser(__doc__, epilog=EPILOG, config_needed=False)
+  arguments.add_argument(
+    '--step', default='latest', metavar='N', help='a step, latest (default) or all'
+  )
+  arguments.add_argument(
+    '--hf', metavar='FOLDER', help='a Hugging Face folder to evaluate instead'
+  )
+  arguments, rest = arguments.parse_known_args(argv)
+  workdir = pathlib.Path(arguments.workdir)
+  try:
+    run = config.prepare(_settings(arguments.config, workdir, overrides(rest)))
+    if run.evaluate is None:
+      raise ValueError('config.evaluate: missing, nothing says what to evaluate on')
+    if arguments.hf is None:
+      names = config.checkpointed_steps(workdir, arguments.step)
+    else:
+      names = ['hf']
+    engine = config.build_engine(run, workdir, folder=arguments.hf, read_only=True)
+  except ValueError as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  try:
+    prompts = list(run.held_out.all())
+    print(f'{"step":>8}  {"dataset":20}{"prompts":>8}{"n":>4}  pass@k', flush=True)
+    for name in names:
+      if arguments.hf is None:
+        engine.restore(name)
+      _evaluate(run, engine, prompts, name, workdir)
+  except ValueError as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  finally:
+    engine.close()
+  return 0
+
+
+def _settings(name, workdir, changes):
+  if name is not None:
+    return config.read(name, changes)
+  file = workdir / 'config.json'
+  if not file.is_file():
+    raise ValueError(f'--workdir={workdir}: no config.json there; name one by --config')
+  return config.changed(json.loads(file.read_text()), changes)
+
+
+def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:
+  e, sampling = run.evaluate, run.evaluation_sampling()
+  results = evaluation.evaluate(engine, prompts, sampling, samples=e.samples, k=e.k)
+  settings = {
+    'step': name,
+    'temperature': sampling.temperature,
+    'top_k': sampling.top_k,
+    'top_p': sampling.top_p,
+    'max_new_tokens': sampling.max_new_tokens,
+    'seed': run.c['seed'],
+  }
+  folder = workdir / 'eval' / str(name)
+  evaluation.write(
+    results, folder, lambda c: engine.text_of(c, sampling.stop_ids), settings
+  )
+  for dataset, result in results.items():
+    n = result.numbers
+    passes = '  '.join(f'@{k} {n[f"pass@{k}"]:.3f}' for k in e.k)
+    print(
+      f'{name!s:>8}  {dataset:20}{n["prompts"]:>8}{n["samples"]:>4}  {passes}  '
+      f'reward {n["reward_mean"]:.3f}  length {n["length_mean"]:.1f}  '
+      f'truncated {n["truncated"]:.3f}',
+      flush=True,
+    )
+  print(f'{name!s:>8}  written to {folder}', flush=True)
+
+
+if __name__ == '__main__':
+  sys.exit(main())

@@ -1,0 +1,117 @@
+"""Judging a policy: n answers a prompt through the same engine, pass@k."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.engine import Engine
+from jaxrl_sched.host.passk import pass_at_k
+from jaxrl_sched.types import Group, Prompt, Request, Sampling
+
+# Evaluation draws are counted apart, so that they neither meet the noise of training
+# nor depend on when one evaluates: all checkpoints are judged under the same noise.
+FIRST_DRAW = 2**31
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """One dataset's answers and what they say."""
+
+  groups: list[Group]
+  numbers: dict[str, float]  # 'pass@1', 'pass@k', 'reward', lengths, 'truncated'
+
+
+def evaluate(
+  engine: Engine,
+  prompts: Sequence[Prompt],
+  sampling: Sampling,
+  *,
+  samples: int,
+  k: Sequence[int] = (1,),
+) -> dict[str, Result]:
+  """Samples every prompt `samples` times, each counted once. dataset -> Result.
+
+  An answer passes if its verdict is its verifier's maximum. pass@k is unbiased
+  (arXiv 2107.03374).
+  """
+  requests = [
+    Request(draw=FIRST_DRAW + i, prompt=prompt, size=samples, sampling=sampling)
+    for i, prompt in enumerate(prompts)
+  ]
+  groups = engine.evaluate(requests)
+  datasets = dict.fromkeys(p.dataset for p in prompts)
+  return {
+    name: Result(mine, _numbers(mine, k))
+    for name in datasets
+    if (mine := [g for g in groups if g.request.prompt.dataset == name])
+  }
+
+
+def _numbers(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
+  n = groups[0].size
+  right = [int(g.passed.sum()) for g in groups]
+  lengths = np.concatenate([g.lengths for g in groups])
+  return {
+    'prompts': len(groups),
+    'samples': n,
+    **{f'pass@{j}': float(np.mean([pass_at_k(n, c, j) for c in right])) for j in k},
+    'reward_mean': float(np.mean([g.verdicts.mean() for g in groups])),
+    'length_mean': float(lengths.mean()),
+    'length_max': int(lengths.max()),
+    'truncated': float(np.concatenate([g.truncated for g in groups]).mean()),
+    'grading_faults': sum(fault is not None for g in groups for fault in g.faults),
+  }
+
+
+def score(results: dict[str, Result]) -> float:
+  """The mean of the datasets' pass@1."""
+  return float(np.mean([r.numbers['pass@1'] for r in results.values()]))
+
+
+def as_metrics(results: dict[str, Result]) -> dict[str, float]:
+  return {
+    f'eval/{name}/{key}': value
+    for name, result in results.items()
+    for key, value in result.numbers.items()
+    if key.startswith('pass@') or key in ('length_mean', 'truncated')
+  }
+
+
+def write(
+  results: dict[str, Result],
+  folder: pathlib.Path,
+  text_of: Callable[[Any], str],
+  settings: dict[str, Any],
+) -> None:
+  """<folder>/<dataset>.json and <dataset>.samples.jsonl, a line an answer."""
+  folder.mkdir(parents=True, exist_ok=True)
+  for name, result in results.items():
+    lines = [
+      json.dumps(
+        {
+          'prompt_id': group.request.prompt.id,
+          'answer': completion.answer,
+          'text': text_of(completion),
+          'reward': float(verdict),
+          'finish': completion.finish,
+          'length': len(completion.tokens),
+        },
+        ensure_ascii=False,
+      )
+      for group in result.groups
+      for completion, verdict in zip(group.completions, group.verdicts, strict=True)
+    ]
+    _replace(folder / f'{name}.samples.jsonl', ''.join(f'{line}\n' for line in lines))
+    numbers = settings | result.numbers
+    _replace(folder / f'{name}.json', json.dumps(numbers, indent=2) + '\n')
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+  """Whole or not at all."""
+  half = path.with_name(f'.{path.name}.half')
+  half.write_text(text, encoding='utf-8')
+  half.replace(path)

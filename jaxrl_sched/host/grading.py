@@ -1,0 +1,442 @@
+"""A pool of killable processes that grades answers, with a deadline for each.
+
+One answer that hangs, crashes, raises or scores NaN gets 0 and a named fault, and
+holds up nobody else's. Nothing of the parent but its `sys.path` enters a worker: no
+fork (the parent runs jax's threads), no second run of `__main__`, no jax.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterable
+import ctypes
+import dataclasses
+from decimal import Decimal
+import json
+import math
+from multiprocessing.connection import Connection
+import numbers
+import os
+import pickle
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.host import rewards
+from jaxrl_sched.types import Prompt
+
+# An answer that runs for longer than this lets a spare worker take its turn.
+PATIENCE_S = 0.25
+# Importing a verifier's libraries is not part of any answer's time, but must end.
+IMPORT_S = 300.0
+# A worker's code. Its sys.path is the parent's, so that a user's function imports.
+BOOT = (
+  'import sys; sys.path[:] = sys.argv[4:]; '
+  'from jaxrl_sched.host import grading; '
+  'grading.serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))'
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grade:
+  """What became of one answer."""
+
+  score: float  # 0 where there is a fault
+  fault: str | None = None  # timeout, crashed, raised, not a number, out of range
+  detail: str = ''  # of the fault, one line
+  seconds: float = 0.0  # that the verifier took
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Task:
+  key: Hashable
+  reward: str
+  payload: bytes  # text and prompt, pickled
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Worker:
+  process: subprocess.Popen
+  connection: Connection
+  ready: bool = False
+  task: _Task | None = None
+  since: float = 0.0  # monotonic time at which the task began
+  loading: bool = False  # the task waits for an import: its clock has not begun
+  loaded: set[str] = dataclasses.field(default_factory=set)
+
+
+class GradingPool:
+  """Grades answers in processes that can be killed.
+
+  At most `workers` answers run at once, not counting those that have run for
+  longer than `PATIENCE_S`: for each of these a spare, as many as the workers and
+  started with them, takes a turn. Only misbehaviour ends a process.
+
+  Verifiers' prints to stdout are discarded; what they write to stderr is seen.
+
+  Args:
+    workers: answers graded at once.
+    deadline_s: seconds an answer may take, from when a worker begins on it.
+    memory_gib: memory a worker may allocate; None: as much as there is.
+    warm: verifiers to load before the first answer comes.
+  """
+
+  def __init__(
+    self,
+    *,
+    workers: int = 2,
+    deadline_s: float = 10.0,
+    memory_gib: float | None = 4.0,
+    warm: Iterable[str] = (),
+  ):
+    if workers < 1:
+      raise ValueError(f'grading workers={workers}: expected at least 1')
+    if not deadline_s > 0:
+      raise ValueError(f'grading deadline_s={deadline_s}: expected more than 0')
+    self._size = workers
+    self._deadline_s = deadline_s
+    self._memory_gib = memory_gib or 0.0
+    self._names = set(warm)  # verifiers seen: a new worker loads them first
+    self._path = [str(entry) for entry in sys.path]
+
+    self._queue: deque[_Task] = deque()  # appended to by submit, taken by the thread
+    self._changed = threading.Condition()  # guards the three below
+    self._keys: dict[Hashable, None] = {}  # submitted and not yet collected, in order
+    self._grades: dict[Hashable, Grade] = {}
+    self._ended: BaseException | str | None = None  # why nothing more will be graded
+
+    # From here on the thread's own, but for the wake-up pipe.
+    self._workers: list[_Worker] = []
+    self._failed_starts = 0
+    self._selector = selectors.DefaultSelector()
+    self._wake_out, self._wake_in = os.pipe()
+    os.set_blocking(self._wake_in, False)
+    self._selector.register(self._wake_out, selectors.EVENT_READ)
+    self._closing = False
+    self._thread = threading.Thread(target=self._run, name='grading', daemon=True)
+    self._thread.start()
+
+  def submit(self, key: Hashable, text: str, prompt: Prompt) -> None:
+    """Queues an answer and returns at once; `key` names it in `collect`."""
+    try:  # a user's meta may hold anything
+      payload = pickle.dumps((text, prompt), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+      raise ValueError(f'prompt {prompt.id!r} cannot be pickled: {error}') from error
+    with self._changed:
+      self._raise_if_ended()
+      if key in self._keys:
+        raise ValueError(f'answer {key!r} was submitted twice before a collect')
+      self._keys[key] = None
+    self._queue.append(_Task(key=key, reward=prompt.reward, payload=payload))
+    self._wake()
+
+  def collect(self) -> dict[Hashable, Grade]:
+    """Waits for all that was submitted; grades in the order of submission."""
+    with self._changed:
+      self._changed.wait_for(
+        lambda: len(self._grades) == len(self._keys) or self._ended
+      )
+      if len(self._grades) < len(self._keys):
+        self._raise_if_ended()
+      grades = {key: self._grades[key] for key in self._keys}
+      self._keys, self._grades = {}, {}
+    return grades
+
+  def close(self) -> None:
+    """Ends every worker, also in the middle of an answer. May be called twice."""
+    if self._closing:
+      return
+    self._closing = True
+    self._wake()
+    self._thread.join()
+    os.close(self._wake_in)
+    os.close(self._wake_out)
+
+  def __enter__(self) -> 'GradingPool':
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  @property
+  def pids(self) -> tuple[int, ...]:
+    """Process ids of the workers, spares included."""
+    return tuple(worker.process.pid for worker in list(self._workers))
+
+  def _raise_if_ended(self) -> None:
+    if self._ended:
+      cause = self._ended if isinstance(self._ended, BaseException) else None
+      raise RuntimeError(f'the grading pool has ended: {self._ended}') from cause
+
+  def _wake(self) -> None:
+    try:
+      os.write(self._wake_in, b'.')
+    except BlockingIOError:  # full: the thread will wake anyhow
+      pass
+
+  # The rest runs on the thread. It starts every worker, because the kernel ties a
+  # worker's life (PR_SET_PDEATHSIG) to the thread that started it.
+
+  def _run(self) -> None:
+    ended: BaseException | str = 'closed'
+    try:
+      # Inherited: a worker is deaf to them from its first moment (see _settle).
+      signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+      for _ in range(2 * self._size):
+        self._start()
+      while not self._closing:
+        self._hand_out()
+        for event, _ in self._selector.select(self._time_left()):
+          if event.data is None:
+            os.read(self._wake_out, 4096)
+          elif event.data in self._workers:
+            self._read(event.data)
+        self._enforce_deadlines()
+    except BaseException as error:  # told to whoever collects
+      ended = error
+    finally:
+      for worker in list(self._workers):
+        self._end(worker)
+      self._selector.close()
+      with self._changed:
+        self._ended = ended
+        self._changed.notify_all()
+
+  def _start(self) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+      fd = theirs.fileno()
+      arguments = [fd, os.getpid(), self._memory_gib, *self._path]
+      process = subprocess.Popen(
+        [sys.executable, '-c', BOOT, *map(str, arguments)],
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # Its own group: signals to ours pass it by, and its children die with it.
+        start_new_session=True,
+        env=os.environ
+        | {
+          'JAX_PLATFORMS': 'cpu',  # should a user's verifier load jax
+          'OMP_NUM_THREADS': '1',
+          'OPENBLAS_NUM_THREADS': '1',
+          'PYTHONHASHSEED': '0',  # verdicts repeat from run to run
+        },
+      )
+    worker = _Worker(process=process, connection=Connection(ours.detach()))
+    self._workers.append(worker)
+    self._selector.register(worker.connection, selectors.EVENT_READ, worker)
+    worker.loaded = set(self._names)
+    self._send(worker, json.dumps(sorted(self._names)).encode())
+
+  def _send(self, worker: _Worker, payload: bytes) -> bool:
+    try:
+      worker.connection.send_bytes(payload)
+    except OSError:  # dead: its end of the pipe reads as closed, and is seen to there
+      return False
+    return True
+
+  def _end(self, worker: _Worker) -> int:
+    """Kills a worker and its children; its exit code."""
+    self._workers.remove(worker)
+    self._selector.unregister(worker.connection)
+    worker.connection.close()
+    try:
+      os.killpg(worker.process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # gone already
+      pass
+    return worker.process.wait()  # of one that had died: how it died
+
+  def _hand_out(self) -> None:
+    now = time.monotonic()
+    busy = sum(now < self._turn(w) for w in self._workers if w.task)
+    for worker in [w for w in self._workers if w.ready and w.task is None]:
+      if not self._queue or busy >= self._size:
+        return
+      task = self._queue.popleft()
+      if not self._send(worker, task.payload):
+        self._queue.appendleft(task)
+        worker.ready = False
+        continue
+      worker.task, worker.since = task, now
+      worker.loading = task.reward not in worker.loaded
+      worker.loaded.add(task.reward)
+      self._names.add(task.reward)
+      busy += 1
+
+  def _time_left(self) -> float | None:
+    """Until the next deadline, or until a spare may take a turn."""
+    now = time.monotonic()
+    ends = [w.since + self._limit(w) for w in self._workers if w.task]
+    if self._queue:
+      turns = [self._turn(w) for w in self._workers if w.task]
+      ends += [turn for turn in turns if turn > now]
+    return max(0.0, min(ends) - now) if ends else None
+
+  def _turn(self, worker: _Worker) -> float:
+    """When a spare may take a turn; not while the worker imports, as it would too."""
+    return math.inf if worker.loading else worker.since + PATIENCE_S
+
+  def _limit(self, worker: _Worker) -> float:
+    return IMPORT_S if worker.loading else self._deadline_s
+
+  def _read(self, worker: _Worker) -> None:
+    try:
+      # JSON and not pickle: a worker must not be able to make us run anything.
+      kind, *fields = json.loads(worker.connection.recv_bytes(1 << 16))
+    except (EOFError, OSError, ValueError):
+      self._bury(worker)
+      return
+    if kind == 'ready':
+      worker.ready, self._failed_starts = True, 0
+    elif kind == 'begun':
+      worker.loading, worker.since = False, time.monotonic()
+    else:
+      score, fault, detail, seconds = fields
+      self._finish(
+        worker, Grade(score=score, fault=fault, detail=detail, seconds=seconds)
+      )
+
+  def _bury(self, worker: _Worker) -> None:
+    """A worker died: its answer scores 0 and another worker takes its place."""
+    code = self._end(worker)
+    how = f'exit code {code}' if code >= 0 else f'signal {signal.Signals(-code).name}'
+    if worker.task:
+      seconds = time.monotonic() - worker.since
+      self._finish(
+        worker, Grade(score=0.0, fault='crashed', detail=how, seconds=seconds)
+      )
+    elif not worker.ready:
+      self._failed_starts += 1
+      if self._failed_starts > 2 * self._size:
+        names = ', '.join(sorted(self._names))
+        raise RuntimeError(f'grading workers die at their start ({how}; {names})')
+    self._start()
+
+  def _enforce_deadlines(self) -> None:
+    now = time.monotonic()
+    for worker in list(self._workers):
+      seconds = now - worker.since
+      # An answer that has just come in is read, not killed.
+      if not worker.task or seconds < self._limit(worker) or worker.connection.poll():
+        continue
+      self._end(worker)
+      what = 'to import' if worker.loading else 'to grade'
+      detail = f'more than {self._limit(worker):g} s {what}'
+      self._finish(
+        worker, Grade(score=0.0, fault='timeout', detail=detail, seconds=seconds)
+      )
+      self._start()
+
+  def _finish(self, worker: _Worker, grade: Grade) -> None:
+    key, worker.task = worker.task.key, None
+    with self._changed:
+      self._grades[key] = grade
+      if len(self._grades) == len(self._keys):
+        self._changed.notify_all()
+
+
+def judge(value: Any, max_reward: float | None) -> tuple[float, str | None, str]:
+  """A verifier's word as (score, fault, detail): finite, in [0, max_reward]."""
+  if isinstance(value, np.ndarray) and value.ndim == 0:
+    value = value[()]
+  if not isinstance(value, (numbers.Real, Decimal, np.bool_)):
+    return 0.0, 'not a number', one_line(repr(value))
+  try:
+    score = float(value)
+  except OverflowError:
+    score = math.inf
+  if math.isnan(score):
+    return 0.0, 'not a number', 'nan'
+  top = math.inf if max_reward is None else max_reward
+  # A sum of parts may round beyond the ends.
+  if not -1e-6 <= score <= top + 1e-6 or math.isinf(score):
+    return 0.0, 'out of range', f'{score:g}, expected 0 to {top:g}'
+  return min(max(score, 0.0), top), None, ''
+
+
+def one_line(text: str) -> str:
+  return ' '.join(text.split())[:300]
+
+
+# --- in the worker ------------------------------------------------------------------
+
+
+def serve(fd: int, parent: int, memory_gib: float) -> None:
+  """A worker's life: load what it is told to, then grade until the pipe closes."""
+  _settle(fd, parent, memory_gib)
+  connection = Connection(fd)
+  loaded = set()
+  try:
+    for name in json.loads(connection.recv_bytes()):
+      loaded.add(name)
+      try:
+        rewards.load(name)
+      except Exception:  # told by the first answer that asks for it
+        pass
+    connection.send_bytes(json.dumps(['ready']).encode())
+    while True:
+      payload = connection.recv_bytes()
+      reply = _grade(payload, loaded, connection)
+      connection.send_bytes(json.dumps(['grade', *reply]).encode())
+  except (EOFError, OSError):  # the parent closed, or is no more
+    # Not sys.exit: a verifier's threads must not keep us.
+    os._exit(0)
+
+
+def _settle(fd: int, parent: int, memory_gib: float) -> None:
+  os.set_inheritable(fd, False)
+  # A stop is told to the parent, which saves first and closes us then.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+  if sys.platform == 'linux':
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it died before we asked
+      os._exit(0)
+    try:  # where memory runs out, rather us than the trainer
+      with open('/proc/self/oom_score_adj', 'w') as file:
+        file.write('1000')
+    except OSError:
+      pass
+  if memory_gib:
+    limit, ceiling = (
+      int(memory_gib * 2**30),
+      resource.getrlimit(resource.RLIMIT_DATA)[1],
+    )
+    if ceiling != resource.RLIM_INFINITY:
+      limit = min(limit, ceiling)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, ceiling))
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _grade(
+  payload: bytes, loaded: set[str], connection: Connection
+) -> tuple[float, str | None, str, float]:
+  begin = time.monotonic()
+  try:
+    text, prompt = pickle.loads(payload)
+    if prompt.reward not in loaded:
+      loaded.add(prompt.reward)
+      try:
+        rewards.load(prompt.reward)
+      finally:
+        begin = time.monotonic()
+        connection.send_bytes(json.dumps(['begun']).encode())
+    verifier = rewards.resolve(prompt.reward)
+    verdict = judge(verifier(text, prompt), prompt.max_reward)
+  except BaseException as error:  # the border: SystemExit and MemoryError too
+    verdict = 0.0, 'raised', _describe(error)
+  return *verdict, time.monotonic() - begin
+
+
+def _describe(error: BaseException) -> str:
+  try:
+    return one_line(f'{type(error).__name__}: {error}')
+  except BaseException:  # its own __str__ fails
+    return type(error).__name__

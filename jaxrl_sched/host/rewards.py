@@ -1,0 +1,434 @@
+"""Verifiers: the text of an answer and its prompt in, a reward out. No model here.
+
+A verifier gives the prompt's `max_reward` (1 where none is declared) for what is
+right, 0 for what is wrong, never NaN. A wrong, odd or hostile answer scores 0; a
+prompt that cannot be graded raises ValueError. Text of the model is never
+evaluated as code. Time limits are the pool's (`grading.py`), not a verifier's.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Callable
+import difflib
+from fractions import Fraction
+import functools
+import importlib
+import importlib.util
+import logging
+import math
+import operator
+import re
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.types import Prompt
+
+Verifier = Callable[[str, Prompt], float]
+
+# --- numbers, exactly ---------------------------------------------------------
+
+_UNSIGNED = (
+  r'(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?'
+  r'|\.[0-9]+(?:[eE][-+]?[0-9]+)?'
+)
+# Digits glued to a word (H2O, step2) are no number; a sign after an operand
+# (10-5) is an operator; a/b is one number, not two.
+_NUMBER = re.compile(
+  rf'(?<![A-Za-z0-9_])(?:(?<![)\]}}])[-+])?(?:{_UNSIGNED})(?:/[0-9]+(?![0-9]|\.[0-9]))?'
+)
+
+
+def _plain(text: str) -> str:
+  """One way of writing minus signs and thousands."""
+  return text.replace('\u2212', '-').replace('{,}', ',').replace(',\\!', ',')
+
+
+def _number(token: str) -> Fraction | None:
+  """The exact value of a token that `_NUMBER` matched; None if it has none."""
+  over, _, under = token.replace(',', '').partition('/')
+  exponent = re.search(r'[eE](.*)', over)
+  # A written-out 1e999999999 would take the machine's memory.
+  if len(token) > 1000 or (exponent and abs(int(exponent[1])) > 5000):
+    return None
+  value, divisor = Fraction(over), int(under or 1)
+  return value / divisor if divisor else None
+
+
+def _whole_number(answer: Any) -> Fraction | None:
+  """The value of an answer field that is a number or the text of one."""
+  if isinstance(answer, int) and not isinstance(answer, bool):
+    return Fraction(answer)
+  if isinstance(answer, float) and math.isfinite(answer):
+    return Fraction(repr(answer))  # 0.1 means one tenth, not the nearest double
+  if not isinstance(answer, str):
+    return None
+  text = _plain(answer).strip()
+  return _number(text) if _NUMBER.fullmatch(text) else None
+
+
+def final_number(text: str, prompt: Prompt) -> float:
+  """The last number of the text equals the answer, exactly; 42.0 is 42.
+
+  Thousands may have commas; `3/4` is one number. For anything with structure
+  (roots, powers, LaTeX fractions) use 'math'.
+  """
+  gold = _whole_number(prompt.answer)
+  if gold is None:
+    raise _bad_answer('final_number', prompt.answer, 'a number or the text of one')
+  found = _NUMBER.findall(_plain(text))
+  return _full(prompt) * (bool(found) and _number(found[-1]) == gold)
+
+
+# --- text -----------------------------------------------------------------------
+
+
+def exact(text: str, prompt: Prompt) -> float:
+  """The text is the answer, white space around both aside."""
+  check_answer('exact', prompt.answer)
+  return _full(prompt) * (text.strip() == _as_text(prompt.answer))
+
+
+def matches_pattern(text: str, prompt: Prompt) -> float:
+  """The whole text matches the regular expression `meta['pattern']`; . is any char."""
+  check_meta('format', prompt.meta)
+  pattern = prompt.meta['pattern']
+  return _full(prompt) * (re.fullmatch(pattern, text, re.DOTALL) is not None)
+
+
+def _as_text(answer: Any) -> str:
+  text = answer if isinstance(answer, str) else repr(answer).removesuffix('.0')
+  return text.strip()
+
+
+def _tagged(text: str) -> str | None:
+  """What stands in the last <answer>...</answer>, if there is one."""
+  found = re.findall(r'<answer>((?:(?!<answer>).)*?)</answer>', text, re.DOTALL)
+  return found[-1].strip() if found else None
+
+
+# --- maths, through math-verify -------------------------------------------------
+
+_SCIENTIFIC = re.compile(
+  r'(?<![A-Za-z\\0-9.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]+)(?!\w)'
+)
+
+
+def last_box(text: str) -> str | None:
+  r"""What stands in the last \boxed of a text, braces counted.
+
+  Returns:
+    The content; None where no box stands at all; '' where the last one is never
+    closed, so that an earlier box does not count instead.
+  """
+  starts = [m.end() for m in re.finditer(r'\\(?:boxed|fbox)(?![A-Za-z])\s*', text)]
+  if not starts:
+    return None
+  rest = text[starts[-1] :]
+  if not rest.startswith('{'):  # TeX: \boxed 5
+    return re.match(r'[^\s$]*', rest)[0]
+  depth = 0
+  for mark in re.finditer(r'\\.|[{}]', rest, re.DOTALL):  # \{ does not count
+    depth += (mark[0] == '{') - (mark[0] == '}')
+    if depth == 0:
+      return rest[1 : mark.start()]
+  return ''
+
+
+def math_answer(text: str, prompt: Prompt) -> float:
+  r"""The last boxed expression equals the answer, as mathematics.
+
+  A text without any box is taken for the answer as a whole. Decided in turn: the
+  same string; two written-out numbers, exactly; then math-verify, whose verdict
+  'equal' on two numbers stands only if exact ones are exactly equal and others
+  agree to six digits of their own size (it compares tiny numbers absolutely).
+  A degree sign and units are ignored; `x = 5` equals `5`.
+  """
+  check_answer('math', prompt.answer)
+  gold, guess = (_maths_text(s) for s in (_as_text(prompt.answer), text))
+  if not gold:
+    raise _bad_answer('math', prompt.answer, 'an expression, its box closed')
+  if not guess:
+    return 0.0
+  if gold == guess:
+    return _full(prompt)
+  numbers = _whole_number(gold), _whole_number(guess)
+  if None not in numbers:
+    return _full(prompt) * (numbers[0] == numbers[1])
+  return _full(prompt) * _same_maths(gold, guess)
+
+
+def _maths_text(text: str) -> str:
+  box = last_box(text)
+  inner = _plain(text if box is None else box).strip().strip('$').strip()
+  inner = re.sub(r'\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}$', r'\1', inner)
+  if re.fullmatch(r'\([A-Za-z]\)', inner):  # a choice: (B) is B
+    inner = inner[1]
+  return _SCIENTIFIC.sub(r'\1\\cdot 10^{\2}', inner).strip()
+
+
+def _same_maths(gold: str, guess: str) -> bool:
+  import math_verify
+  import sympy
+
+  # Only the LaTeX parser: the plain one hands strings to sympy, which evaluates
+  # them. No alarms, for they work on a main thread only: the pool has the clock.
+  read = functools.partial(
+    math_verify.parse,
+    extraction_config=[math_verify.LatexExtractionConfig(boxed_match_priority=0)],
+    fallback_mode='no_fallback',
+    parsing_timeout=None,
+  )
+  golds, guesses = (read(f'\\boxed{{{s}}}') for s in (gold, guess))
+  if not golds:
+    raise _bad_answer('math', gold, 'an expression that math-verify can read')
+  if not math_verify.verify(golds, guesses, timeout_seconds=None):
+    return False
+  a, b = golds[0], guesses[0]
+  if not (a.is_number and b.is_number):
+    return True
+  # A decimal is the fraction it spells: 0.333333 is not 1/3.
+  a, b = (sympy.nsimplify(x.doit(), rational=True) for x in (a, b))
+  if a.is_Rational and b.is_Rational:
+    return bool(a == b)
+  return bool(abs((a - b).evalf()) <= 1e-6 * max(abs(a.evalf()), abs(b.evalf())))
+
+
+# --- countdown --------------------------------------------------------------------
+
+_SIGNS = {
+  '×': '*', '÷': '/', '\u2212': '-', '\\times': '*', '\\cdot': '*', '\\div': '/',
+  '\\left': '', '\\right': '', '$': '',
+}  # fmt: skip
+_OPERATIONS = {
+  '+': operator.add, '-': operator.sub, '*': operator.mul, '/': operator.truediv,
+}  # fmt: skip
+
+
+def countdown(text: str, prompt: Prompt) -> float:
+  """An expression over `meta['numbers']`, each at most once, equals `meta['target']`.
+
+  The expression is that of the last <answer> tag, else the last line that is not
+  blank; what stands before a colon or after an equals sign is ignored.
+  """
+  check_meta('countdown', prompt.meta)
+  numbers, target = prompt.meta['numbers'], prompt.meta['target']
+  lines = [line for line in text.splitlines() if line.strip()]
+  line = _tagged(text) or (lines[-1] if lines else '')
+  box = last_box(line)
+  line = line if box is None else box
+  for old, new in _SIGNS.items():
+    line = line.replace(old, new)
+  expression = line.rsplit(':', 1)[-1].split('=')[0].strip().rstrip('.')
+  value, used = _arithmetic(expression)
+  fair = not Counter(used) - Counter(Fraction(n) for n in numbers)
+  return _full(prompt) * (value is not None and fair and value == Fraction(target))
+
+
+def _arithmetic(text: str) -> tuple[Fraction | None, list[Fraction]]:
+  """The value of + - * / ( ) over whole numbers, and the numbers used."""
+  tokens = re.findall(r'[0-9]+|[-+*/()]', text)
+  # Nothing else may stand there; and nesting must not exhaust the stack.
+  foreign = re.sub(r'[-+*/()0-9\s]', '', text)
+  if foreign or len(text) > 1000 or text.count('(') + text.count('-') > 100:
+    return None, []
+  used = []
+
+  def total(i: int, level: int) -> tuple[Fraction, int]:
+    signs = ('+-', '*/')[level]
+    deeper = atom if level else functools.partial(total, level=1)
+    value, i = deeper(i)
+    while i < len(tokens) and tokens[i] in signs:
+      right, after = deeper(i + 1)
+      value, i = _OPERATIONS[tokens[i]](value, right), after
+    return value, i
+
+  def atom(i: int) -> tuple[Fraction, int]:
+    if tokens[i] == '-':
+      value, i = atom(i + 1)
+      return -value, i
+    if tokens[i] == '(':
+      value, i = total(i + 1, 0)
+      if tokens[i] != ')':
+        raise ValueError('unclosed')
+      return value, i + 1
+    used.append(Fraction(int(tokens[i])))
+    return used[-1], i + 1
+
+  try:  # the border with what a model may write
+    value, end = total(0, 0)
+  except (ValueError, IndexError, ZeroDivisionError):
+    return None, []
+  return (value, used) if end == len(tokens) else (None, [])
+
+
+# --- reasoning_gym ------------------------------------------------------------------
+
+# These score by evaluating the answer (reasoning_gym 0.1.25), with eval or sympy.
+_GYM_EVAL = {'string_insertion', 'spiral_matrix', 'binary_matrix', 'n_queens'}
+_GYM_SYMPY = {
+  'simple_integration', 'intermediate_integration', 'polynomial_multiplication',
+  'puzzle24', 'countdown',
+}  # fmt: skip
+_GYM_CALLS = {'sin', 'cos', 'tan', 'exp', 'log', 'ln', 'sqrt', 'Abs', 'asin', 'acos'}
+_GYM_CALLS |= {'atan', 'sinh', 'cosh', 'tanh', 'sec', 'csc', 'cot'}
+
+
+def reasoning_gym(text: str, prompt: Prompt) -> float:
+  """The score of `meta['entry']` by the dataset `meta['reasoning_gym']`.
+
+  What stands in the last <answer> tag is scored, or without one the whole text.
+  Where the dataset would evaluate the answer as Python, only literals and plain
+  arithmetic get through to it; anything else scores 0.
+  """
+  check_meta('reasoning_gym', prompt.meta)
+  name, entry = prompt.meta['reasoning_gym'], prompt.meta['entry']
+  answer = _tagged(text)
+  answer = text.strip() if answer is None else answer
+  if name in _GYM_EVAL and not _is_inert(answer):
+    return 0.0
+  if name in _GYM_SYMPY and not _is_arithmetic(answer):
+    return 0.0
+  return _full(prompt) * float(_gym_scorer(name)(answer, entry))
+
+
+def _is_inert(text: str) -> bool:
+  """A literal, or text without a call or an attribute in it."""
+  try:
+    ast.literal_eval(text)
+    return True
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    return not re.search(r'[(){}@]|\.\s*[A-Za-z_]|__', text)
+
+
+def _is_arithmetic(text: str) -> bool:
+  if not re.fullmatch(r'[A-Za-z0-9\s.+\-*/^(),]*', text):
+    return False
+  called = re.findall(r'([A-Za-z][A-Za-z0-9]*)\s*\(', text)
+  return set(called) <= _GYM_CALLS and not re.search(r'\.\s*[A-Za-z]|\)\s*\(', text)
+
+
+@functools.lru_cache
+def _gym_scorer(name: str) -> Callable[[str, dict], float]:
+  import reasoning_gym as gym
+
+  return gym.get_score_answer_fn(name)
+
+
+# --- by name ------------------------------------------------------------------------
+
+REWARDS: dict[str, Verifier] = {
+  'final_number': final_number,
+  'exact': exact,
+  'format': matches_pattern,
+  'math': math_answer,
+  'countdown': countdown,
+  'reasoning_gym': reasoning_gym,
+}
+_NEEDS = {'math': ('math_verify', 'math'), 'reasoning_gym': ('reasoning_gym', 'gym')}
+# Verifiers that read these keys of `meta` and not the answer.
+_META = {
+  'format': ('pattern',),
+  'countdown': ('numbers', 'target'),
+  'reasoning_gym': ('reasoning_gym', 'entry'),
+}
+
+
+def resolve(name: str) -> Verifier:
+  """The verifier of that name: one of REWARDS, or 'package.module:function'.
+
+  Raises:
+    ValueError: there is none. The message has the name, and the nearest known
+      one, or the extra that is not installed, or why the import failed.
+  """
+  if name in REWARDS:
+    module, extra = _NEEDS.get(name, (None, None))
+    if module and importlib.util.find_spec(module) is None:
+      raise ValueError(f'reward {name!r} needs {module}: install the extra {extra!r}')
+    return REWARDS[name]
+  module, colon, function = name.partition(':')
+  if not colon:
+    near = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.0)[0]
+    known = ', '.join(REWARDS)
+    raise ValueError(
+      f'reward {name!r} is unknown: did you mean {near!r}? (known: {known}, or '
+      f"'package.module:function')"
+    )
+  try:  # the border with a user's code
+    found = functools.reduce(
+      getattr, function.split('.'), importlib.import_module(module)
+    )
+  except (Exception, SystemExit) as error:
+    raise ValueError(
+      f'reward {name!r} cannot be imported: {type(error).__name__}: {error}'
+    ) from error
+  if not callable(found):
+    raise ValueError(f'reward {name!r} is {found!r}, expected a function')
+  return found
+
+
+def load(name: str) -> Verifier:
+  """As `resolve`, with the libraries it needs imported, so that its first call is
+  as fast as its second."""
+  verifier = resolve(name)
+  if name in _NEEDS:
+    importlib.import_module(_NEEDS[name][0])
+  # It warns that its alarms are off: they are, on purpose.
+  logging.getLogger('math_verify').setLevel(logging.ERROR)
+  return verifier
+
+
+def check_answer(name: str, answer: Any) -> None:
+  """Refuses, at load, an answer field that the verifier cannot compare with.
+
+  Verifiers that read `meta`, and a user's own, may have any answer or none.
+  """
+  if name not in REWARDS or name in _META:
+    return
+  if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
+    raise _bad_answer(name, answer, 'a number or a text that is not empty')
+  if isinstance(answer, str) and not answer.strip():
+    raise _bad_answer(name, answer, 'a number or a text that is not empty')
+  if isinstance(answer, float) and not math.isfinite(answer):
+    raise _bad_answer(name, answer, 'a finite number')
+  if name == 'final_number' and _whole_number(answer) is None:
+    raise _bad_answer(name, answer, 'a number or the text of one')
+
+
+def _bad_answer(name: str, answer: Any, expected: str) -> ValueError:
+  return ValueError(f'answer {answer!r} for reward {name!r}: expected {expected}')
+
+
+def check_meta(name: str, meta: dict[str, Any]) -> None:
+  """Refuses, at load, a `meta` without what the verifier reads there."""
+  for key in _META.get(name, ()):
+    if key not in meta:
+      raise ValueError(f'reward {name!r} needs meta[{key!r}]: got {sorted(meta)}')
+  if name == 'format':
+    try:
+      re.compile(meta['pattern'])
+    except (re.error, TypeError) as error:
+      raise ValueError(
+        f'meta pattern {meta["pattern"]!r}: expected a regular expression ({error})'
+      ) from error
+
+
+def _full(prompt: Prompt) -> float:
+  return 1.0 if prompt.max_reward is None else float(prompt.max_reward)
+
+
+# --- shaping ------------------------------------------------------------------------
+
+
+def overlong_penalty(
+  lengths: np.ndarray,  # [G] tokens
+  *,
+  limit: int,  # tokens an answer may have
+  buffer: int,  # tokens before the limit over which the penalty grows
+  factor: float,  # the penalty at the limit
+) -> np.ndarray:  # [G] float32, in [-factor, 0]
+  """DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13), in tokens."""
+  if not 0 < buffer <= limit:
+    raise ValueError(f'overlong buffer={buffer}: expected 1 to limit={limit} tokens')
+  over = (np.asarray(lengths, np.float64) - (limit - buffer)) / buffer
+  return (-factor * np.clip(over, 0.0, 1.0)).astype(np.float32)

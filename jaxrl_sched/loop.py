@@ -1,0 +1,83 @@
+"""The training loop: sample until the batch is full, then learn from it.
+
+No jax here: whatever answers to the Engine protocol runs under this loop.
+"""
+
+from collections.abc import Callable
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.control.scheduler import Scheduler
+from jaxrl_sched.engine import Engine, Stopped
+from jaxrl_sched.metrics import Recorder
+
+
+def train(
+  engine: Engine,
+  scheduler: Scheduler,
+  recorder: Recorder,
+  *,
+  steps: int,
+  save_every: int,
+  evaluate_every: int,
+  evaluate: Callable[[int], tuple[dict[str, float], float | None]] | None,
+  advantages_of: Callable[[np.ndarray], np.ndarray],
+) -> bool:
+  """Runs from `engine.step` to `steps` updates.
+
+  Step v starts from weights version v. Before it, those weights are evaluated and
+  saved where that is due, so a checkpoint, its score and line v of the metrics
+  speak of the same weights; the last line, `steps`, has the final evaluation only.
+
+  Args:
+    evaluate: step -> metrics and the score by which the best checkpoint is kept.
+    advantages_of: rewards of a group [G] -> [G].
+
+  Returns:
+    Whether the run is complete. False: it was asked to stop, and has saved.
+  """
+  first = engine.step
+  for step in range(first, steps + 1):
+    boundary = scheduler.state_dict()
+    try:
+      found, score = {}, None
+      if evaluate is not None and (step % evaluate_every == 0 or step == steps):
+        found, score = evaluate(step)
+      if step > first and (step % save_every == 0 or step == steps):
+        recorder.flush()  # what came before a checkpoint is on disk before it
+        engine.save(boundary, score=score)
+      if step == steps:
+        recorder.rollouts(step, scheduler.pending())
+        recorder.log(step, found)
+        break
+      recorder.log(
+        step, found | _step(engine, scheduler, recorder, step, advantages_of)
+      )
+    except Stopped:
+      # Nothing of this step has changed the weights: a resume does it again.
+      recorder.flush()
+      engine.save(boundary, score=None)
+      return False
+  recorder.flush()
+  return True
+
+
+def _step(engine, scheduler, recorder, step, advantages_of) -> dict[str, Any]:
+  """Step v of GRPO with dynamic sampling, as the algorithm reads."""
+  began = time.perf_counter()
+
+  # Sample until the batch is full of groups that can teach something.
+  while requests := engine.agree(lambda: scheduler.plan(step)):
+    scheduler.sent(requests)
+    engine.submit(requests)
+    scheduler.observe(engine.collect(), step)
+
+  # Learn from it.
+  groups, metrics, lines = scheduler.take_batch()
+  learned = engine.learn(groups, [advantages_of(g.rewards) for g in groups])
+
+  recorder.rollouts(step, lines)
+  took = {'time/step_s': time.perf_counter() - began}
+  return metrics | learned | took

@@ -1,0 +1,410 @@
+"""What a run writes down: JSON lines, a console line, TensorBoard, Weights & Biases.
+
+Numbers are fetched one step late: those of step n, which may still be on their way
+from the accelerators, are turned into Python numbers when step n + 1 is logged, or at
+`flush`. No jax here: `np.asarray` waits for a device array and fetches it.
+"""
+
+import collections
+from collections.abc import Callable, Iterator
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import statistics
+import sys
+import time
+from typing import Any, Protocol, TextIO
+import uuid
+
+import numpy as np
+
+_PASS_RATE = re.compile(r'eval/.+/pass@1')
+_PLAIN_EVERY_S = 5.0  # a plain console line at most this often
+
+
+class Recorder:
+  """Writes what a run reports, one step late.
+
+  Use it as a context manager, or call `close`. Besides the run's own files it tells
+  `loggers`: objects by name with `write(step, numbers)`, `flush()` and `close()`. One
+  that raises is reported once and left out from then on, since a broken dashboard is
+  no reason to lose a run. That a file of the run cannot be written is an error.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    *,
+    steps: int,
+    start: int = 0,
+    tensorboard: bool = True,
+    wandb: dict[str, Any] | None = None,
+    console: bool = True,
+  ):
+    """Opens the files; what an earlier run wrote of steps before `start` stays.
+
+    Args:
+      workdir: a local folder; made if it is not there.
+      steps: of the whole run.
+      start: the first step that will be logged. Lines of this and later steps, and a
+        last line that was torn when an earlier run was killed, are dropped.
+      tensorboard: whether to write events into `workdir/tensorboard`.
+      wandb: keyword arguments of `wandb.init`, or None for no W&B.
+      console: whether to print how the run is doing.
+    """
+    if '://' in str(workdir):
+      raise ValueError(f'Metrics need a local folder, but workdir is {workdir}')
+    self.workdir = pathlib.Path(workdir)
+    self.workdir.mkdir(parents=True, exist_ok=True)
+    self._next = start  # the lowest step that may be logged
+    self._pending: tuple[int, dict[str, Any]] | None = None
+    self._summary = _Summary()
+
+    metrics, rollouts = self.workdir / 'metrics.jsonl', self.workdir / 'rollouts.jsonl'
+    _drop_from(metrics, start)
+    _drop_from(rollouts, start)
+    self._metrics_file = metrics.open('a', encoding='utf-8')
+    self._rollouts_file = rollouts.open('a', encoding='utf-8')
+    for line in iter_jsonl(metrics):
+      self._summary.add(line)
+    self._console = _Console(steps, sys.stdout) if console else None
+
+    self.loggers: dict[str, Logger] = {}
+    if tensorboard:
+      self._start('TensorBoard', lambda: _TensorBoard(self.workdir, start))
+    if wandb is not None:
+      if importlib.util.find_spec('wandb') is None:
+        raise ValueError(
+          "wandb is set, but not installed: pip install 'jaxrl_sched[wandb]'"
+        )
+      self._start('wandb', lambda: _WandB(self.workdir, wandb))
+
+  def __enter__(self) -> 'Recorder':
+    return self
+
+  def __exit__(self, *_) -> None:
+    self.close()
+
+  def log(self, step: int, metrics: dict[str, Any]) -> None:
+    """Takes the numbers of a step, and writes those of the step before.
+
+    A value that is NaN or infinite is left out of this step's line, which then counts
+    such values in 'metrics/not_finite'.
+
+    Args:
+      step: higher than at the last call.
+      metrics: flat keys; numbers, arrays of one element, on a device or not, or text.
+    """
+    if step < self._next:
+      raise ValueError(f'Step {step} logged where {self._next} or later is expected')
+    self._next = step + 1
+    self._write_pending()
+    self._pending = (step, metrics)
+
+  def rollouts(self, step: int, lines: list[dict[str, Any]]) -> None:
+    """Writes a line for each group. Arrays become lists, NaN and infinity null."""
+    for line in lines:
+      print(_dumps({'step': step} | line), file=self._rollouts_file)
+    self._rollouts_file.flush()
+
+  def flush(self) -> None:
+    """Makes sure that all that was logged is on disk: to be called before a save."""
+    self._write_pending()
+    for file in (self._metrics_file, self._rollouts_file):
+      file.flush()
+      os.fsync(file.fileno())
+    self._tell(lambda logger: logger.flush())
+
+  def close(self) -> None:
+    """Writes what is pending and ends; further calls do nothing."""
+    if self._metrics_file.closed:
+      return
+    try:
+      self.flush()
+    finally:
+      if self._console:
+        self._console.end()
+      self._tell(lambda logger: logger.close())
+      self._metrics_file.close()
+      self._rollouts_file.close()
+
+  def say(self, text: str) -> None:
+    """Prints a line without spoiling the progress line."""
+    if self._console:
+      self._console.say(text)
+    else:
+      print(text, file=sys.stderr)
+
+  def summary(self) -> dict[str, Any]:
+    """The latest value of every key logged, also by earlier runs in this folder.
+
+    Besides: 'held_out/first' and 'held_out/last', the mean pass@1 over datasets at the
+    first and the last evaluation, and the sums 'total/tokens_generated' and
+    'total/seconds', each where there is one.
+    """
+    if not self._metrics_file.closed:
+      self._write_pending()
+    return self._summary.values()
+
+  def _write_pending(self) -> None:
+    if self._pending is None:
+      return
+    (step, metrics), self._pending = self._pending, None
+    values = _finite({k: _number(k, v) for k, v in metrics.items()})
+    line = {'step': step} | dict(sorted(values.items()))
+    print(json.dumps(line, allow_nan=False), file=self._metrics_file, flush=True)
+    self._summary.add(line)
+    if self._console:
+      self._console.step(step, values, self._summary.held_out_last)
+    self._tell(lambda logger: logger.write(step, values))
+
+  def _start(self, name: str, make: Callable[[], 'Logger']) -> None:
+    try:
+      self.loggers[name] = make()
+    except Exception as error:  # the border to a dashboard
+      self._report(name, error)
+
+  def _tell(self, what: Callable[['Logger'], None]) -> None:
+    for name, logger in list(self.loggers.items()):
+      try:
+        what(logger)
+      except Exception as error:  # the border to a dashboard
+        del self.loggers[name]
+        self._report(name, error)
+
+  def _report(self, name: str, error: Exception) -> None:
+    self.say(f'{name} is off for the rest of this run: {type(error).__name__}: {error}')
+
+
+class Logger(Protocol):
+  """What a `Recorder` tells of every step besides its own files."""
+
+  def write(self, step: int, values: dict[str, Any]) -> None: ...
+
+  def flush(self) -> None: ...
+
+  def close(self) -> None: ...
+
+
+class _TensorBoard:
+  """Events for TensorBoard; those that a killed run wrote of later steps are void."""
+
+  def __init__(self, workdir: pathlib.Path, start: int):
+    import tensorboardX
+
+    self._writer = tensorboardX.SummaryWriter(
+      str(workdir / 'tensorboard'),
+      purge_step=start,
+      # Files are named by the second: one that restarts at once gets its own too.
+      filename_suffix=f'.from{start:08}',
+    )
+    self.flush = self._writer.flush
+    self.close = self._writer.close
+
+  def write(self, step: int, values: dict[str, Any]) -> None:
+    for key, value in values.items():
+      if not isinstance(value, str):
+        self._writer.add_scalar(key, value, step)
+
+
+class _WandB:
+  """A run at Weights & Biases. Started again it goes on in the same place there."""
+
+  def __init__(self, workdir: pathlib.Path, settings: dict[str, Any]):
+    import wandb
+
+    kept = workdir / 'wandb_id.txt'
+    if not kept.exists():
+      kept.write_text(uuid.uuid4().hex[:12])
+    ours = {'id': kept.read_text(), 'resume': 'allow', 'dir': str(workdir)}
+    self._run = wandb.init(**{**ours, **settings})
+    self.close = self._run.finish
+
+  def write(self, step: int, values: dict[str, Any]) -> None:
+    self._run.log(values, step=step)
+
+  def flush(self) -> None:
+    pass  # it sends in its own time
+
+
+def iter_jsonl(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+  """The objects of a JSON lines file. A torn last line is passed over.
+
+  Raises:
+    ValueError: another line is not a JSON object. The message names file and line.
+  """
+  for _, value in _lines(path):
+    yield value
+
+
+def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """All objects of a JSON lines file: see `iter_jsonl`."""
+  return list(iter_jsonl(path))
+
+
+def _lines(path: str | os.PathLike) -> Iterator[tuple[bytes, dict[str, Any]]]:
+  with open(path, 'rb') as file:
+    for number, line in enumerate(file, 1):
+      try:
+        value = json.loads(line)
+      except ValueError:
+        value = None
+      if isinstance(value, dict):
+        yield line.rstrip(b'\n') + b'\n', value
+      elif line.endswith(b'\n'):
+        raise ValueError(f'{path}:{number}: not a JSON object')
+
+
+def _drop_from(path: pathlib.Path, start: int) -> None:
+  """Leaves only lines of steps below `start`, and no torn one.
+
+  The file is replaced whole at the end: a kill half-way leaves the old one.
+  """
+  if not path.exists():
+    return
+  new = path.with_name(path.name + '.new')
+  with new.open('wb') as file:
+    file.writelines(line for line, value in _lines(path) if value['step'] < start)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(new, path)
+
+
+def _number(key: str, value: Any) -> int | float | str:
+  if isinstance(value, str):
+    return value
+  array = np.asarray(value)
+  if array.size != 1:
+    raise ValueError(f'Metric {key!r} has shape {array.shape}, expected one number')
+  item = array.item()
+  return int(item) if isinstance(item, bool | int) else float(item)
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+  """Without NaN and infinity, which are not JSON; counted where there were any."""
+  kept = {k: v for k, v in values.items() if isinstance(v, str) or math.isfinite(v)}
+  if len(kept) < len(values):
+    kept['metrics/not_finite'] = len(values) - len(kept)
+  return kept
+
+
+def _dumps(line: dict[str, Any]) -> str:
+  return json.dumps(_plain(line), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+  """Arrays as lists, numpy's numbers as Python's, NaN and infinity as None."""
+  if isinstance(value, dict):
+    return {str(k): _plain(v) for k, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [_plain(v) for v in value]
+  if isinstance(value, np.ndarray | np.generic):
+    return _plain(value.tolist())
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
+
+
+class _Summary:
+  """The latest of all keys, and what is told of a whole run."""
+
+  def __init__(self):
+    self._latest: dict[str, Any] = {}
+    self._totals: dict[str, float] = {}
+    self.held_out_first: float | None = None
+    self.held_out_last: float | None = None
+
+  def add(self, line: dict[str, Any]) -> None:
+    self._latest |= line
+    for total, key in (
+      ('total/tokens_generated', 'rollout/tokens_generated'),
+      ('total/seconds', 'time/step_s'),
+    ):
+      if key in line:
+        self._totals[total] = self._totals.get(total, 0) + line[key]
+    rates = [v for k, v in line.items() if _PASS_RATE.fullmatch(k)]
+    if rates:
+      self.held_out_last = statistics.fmean(rates)
+      if self.held_out_first is None:
+        self.held_out_first = self.held_out_last
+
+  def values(self) -> dict[str, Any]:
+    values = self._latest | self._totals
+    if self.held_out_first is not None:
+      values['held_out/first'] = self.held_out_first
+      values['held_out/last'] = self.held_out_last
+    return values
+
+
+class _Console:
+  """On a terminal one line drawn over and over, elsewhere a line now and then."""
+
+  def __init__(self, steps: int, stream: TextIO):
+    self._steps = steps
+    self._stream = stream
+    self._live = stream.isatty()
+    self._seconds = collections.deque(maxlen=20)  # of the latest steps
+    self._printed_s = -math.inf  # when the last plain line was
+    self._waiting = ''  # a plain line that came too soon after another
+
+  def step(self, step: int, values: dict[str, Any], held_out: float | None) -> None:
+    text = self._text(step, values, held_out)
+    if self._live:
+      width = shutil.get_terminal_size().columns - 1
+      self._stream.write(f'\r\x1b[K{text[:width]}')
+      self._stream.flush()
+      return
+    self._waiting = text
+    if time.monotonic() >= self._printed_s + _PLAIN_EVERY_S:
+      self._print_waiting()
+
+  def say(self, text: str) -> None:
+    print(('\r\x1b[K' if self._live else '') + text, file=self._stream, flush=True)
+
+  def end(self) -> None:
+    if self._live:
+      print(file=self._stream, flush=True)
+    elif self._waiting:
+      self._print_waiting()
+
+  def _print_waiting(self) -> None:
+    print(self._waiting, file=self._stream, flush=True)
+    self._waiting = ''
+    self._printed_s = time.monotonic()
+
+  def _text(self, step: int, values: dict[str, Any], held_out: float | None) -> str:
+    seconds = values.get('time/step_s')
+    # The line after the last step has nothing but that step's evaluation.
+    done = min(step + 1, self._steps)
+    parts = [f'step {done:>{len(str(self._steps))}}/{self._steps}']
+    if 'reward/mean' in values:
+      parts.append(f'reward {values["reward/mean"]:.3f}')
+    if 'pass_rate' in values:
+      parts.append(f'pass rate {values["pass_rate"]:.3f}')
+    if held_out is not None:
+      parts.append(f'held-out {held_out:.3f}')
+    if seconds:
+      self._seconds.append(seconds)
+      if 'rollout/tokens_generated' in values:
+        rate = values['rollout/tokens_generated'] / seconds
+        parts.append(f'{rate:,.0f} tokens/s')
+    if self._seconds and done < self._steps:
+      left = statistics.median(self._seconds) * (self._steps - done)
+      parts.append(f'{duration(left)} left')
+    return ' | '.join(parts)
+
+
+def duration(seconds: float) -> str:
+  """Two units at most: 42s, 3m05s, 2h07m, 1d04h."""
+  whole = round(seconds)
+  if whole < 60:
+    return f'{whole}s'
+  if whole < 3600:
+    return f'{whole // 60}m{whole % 60:02}s'
+  if whole < 86400:
+    return f'{whole // 3600}h{whole % 3600 // 60:02}m'
+  return f'{whole // 86400}d{whole % 86400 // 3600:02}h'

@@ -1,0 +1,371 @@
+"""A run as one page of HTML: headline numbers, plots and the config.
+
+Everything is inside the page: no scripts, no network. What a run did not log is left
+out, so a run of any length and any set of methods has a report.
+"""
+
+import collections
+import dataclasses
+import html
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched import plots
+from jaxrl_sched.metrics import duration, iter_jsonl, read_jsonl
+
+_TIMES = ('time/generate_s', 'time/reward_s', 'time/learn_s', 'time/idle_s')
+_FATES = ('trained', 'filtered', 'pending', 'dropped')  # others come after
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+  """A plot of metrics. `keys` maps a key to its label; '*' stands for any text."""
+
+  title: str
+  note: str
+  keys: dict[str, str]
+  unit_range: bool = False  # 0 to 1, whatever the values
+  log: bool = False
+  stacked: bool = False
+
+
+_SECTIONS = {
+  'Learning': (
+    Panel(
+      'Held out',
+      'pass@1 on prompts that are never trained on',
+      {'eval/*/pass@1': '*'},
+      unit_range=True,
+    ),
+    Panel(
+      'In training',
+      'mean over all groups sampled, filtered ones too',
+      {'reward/mean': 'reward', 'pass_rate': 'pass rate'},
+    ),
+    Panel('Loss', 'no measure of success: advantages sum to 0', {'loss': 'loss'}),
+    Panel('Entropy', 'nats a token; at 0 nothing new is tried', {'entropy': 'entropy'}),
+    Panel('Gradient norm', 'before clipping', {'grad_norm': 'gradient norm'}),
+    Panel(
+      'Distance',
+      'clipped share of tokens; KL',
+      {'clip_frac': 'clipped', 'kl': 'KL'},
+    ),
+    Panel(
+      'Sampler against learner',
+      'absolute difference of log-probabilities; lower is better',
+      {'mismatch/logp_abs_mean': 'mean', 'mismatch/logp_abs_max': 'largest'},
+      log=True,
+    ),
+    Panel('Learning rate', '', {'lr': 'learning rate'}),
+  ),
+  'Sampling': (
+    Panel(
+      'Length of answers',
+      'tokens',
+      {'rollout/length_mean': 'mean', 'rollout/length_max': 'longest'},
+    ),
+    Panel(
+      'Truncated',
+      'share of answers cut off at the limit',
+      {'rollout/truncated': 'truncated'},
+    ),
+    Panel('Fate of groups', 'groups a step', {'fate/*': '*'}, stacked=True),
+    Panel('Datasets', 'share of the groups drawn', {'share/*': '*'}, stacked=True),
+    Panel('Speed', 'tokens generated a second of the step', {'speed': 'tokens/s'}),
+    Panel(
+      'Time',
+      'seconds a step',
+      {
+        'time/generate_s': 'generate',
+        'time/reward_s': 'reward',
+        'time/learn_s': 'learn',
+        'time/idle_s': 'idle',
+        'time/other_s': 'other',
+      },
+      stacked=True,
+    ),
+  ),
+  'Scheduling': (
+    Panel('Group size', 'answers a prompt', {'sagc/group_size': 'group size'}),
+    Panel(
+      'Stragglers',
+      'share of groups with a straggler; its price',
+      {'sagc/event_rate': 'event rate', 'sagc/lambda': 'lambda'},
+    ),
+    Panel('Asleep', 'prompts, by dataset', {'snooze/asleep/*': '*'}),
+    Panel(
+      'Pruning',
+      'share kept; effective sample size',
+      {'dppo/kept': 'kept', 'dppo/ess': 'effective'},
+      unit_range=True,
+    ),
+    Panel(
+      'Packing',
+      'share of row tokens in use',
+      {'packing/density': 'density'},
+      unit_range=True,
+    ),
+    Panel(
+      'Lag',
+      'weight versions behind',
+      {'lag/mean': 'mean', 'lag/max': 'largest'},
+    ),
+  ),
+}
+
+
+def write_report(workdir: str | os.PathLike) -> pathlib.Path:
+  """Writes `report.html` from the files in a run's folder, and gives its path."""
+  workdir = pathlib.Path(workdir)
+  columns = _columns(workdir / 'metrics.jsonl')
+  name = html.escape(workdir.resolve().name)
+  config_file = workdir / 'config.json'
+  config = json.loads(config_file.read_text('utf-8')) if config_file.exists() else {}
+
+  parts = [f'<h1>{name}</h1>']
+  if columns:
+    parts += [_headline(columns, config), _held_out_table(columns)]
+  else:
+    parts.append('<p>No step has been logged in this folder yet.</p>')
+  columns |= _fates(workdir / 'rollouts.jsonl')
+  for title, panels in _SECTIONS.items():
+    figures = ''.join(_figure(panel, columns) for panel in panels)
+    if figures:
+      parts.append(f'<h2>{title}</h2><div class="plots">{figures}</div>')
+  if config:
+    parts.append(f'<h2>Config</h2>{_config_table(config)}')
+
+  page = _PAGE.replace('@title', name).replace('@body', '\n'.join(parts))
+  out, new = workdir / 'report.html', workdir / 'report.html.new'
+  new.write_text(page, 'utf-8')
+  os.replace(new, out)  # whoever has it open never sees half a page
+  return out
+
+
+def _columns(path: pathlib.Path) -> plots.Curves:
+  """What was logged, by key; and 'speed' and 'time/other_s' worked out of it."""
+  table = collections.defaultdict(lambda: ([], []))
+  for line in read_jsonl(path) if path.exists() else []:
+    values = {k: v for k, v in line.items() if isinstance(v, int | float)}
+    seconds = values.get('time/step_s')
+    if seconds:
+      if 'rollout/tokens_generated' in values:
+        values['speed'] = values['rollout/tokens_generated'] / seconds
+      known = [values[k] for k in _TIMES if k in values]
+      if known:
+        values['time/other_s'] = max(0.0, seconds - sum(known))
+    for key, value in values.items():
+      steps, column = table[key]
+      steps.append(line['step'])
+      column.append(value)
+  return {k: (np.array(s), np.array(v, np.float64)) for k, (s, v) in table.items()}
+
+
+def _fates(path: pathlib.Path) -> plots.Curves:
+  """Groups a step by what became of them, as columns 'fate/<fate>'."""
+  counts = collections.defaultdict(collections.Counter)
+  for line in iter_jsonl(path) if path.exists() else []:
+    if isinstance(line.get('fate'), str):
+      counts[line['fate']][line['step']] += 1
+  steps = sorted(set().union(*counts.values()))
+  if not steps:
+    return {}
+  order = [*_FATES, *sorted(counts.keys() - set(_FATES))]  # so each keeps its colour
+  return {
+    f'fate/{f}': (np.array(steps), np.array([counts[f][s] for s in steps], np.float64))
+    for f in order
+  }
+
+
+def _matching(columns: plots.Curves, keys: dict[str, str]) -> plots.Curves:
+  """The columns of the keys that were logged, by label."""
+  found = {}
+  for pattern, label in keys.items():
+    regex = re.compile(re.escape(pattern).replace(r'\*', '(.+)'))
+    for key, column in columns.items():
+      if match := regex.fullmatch(key):
+        found[match[1] if label == '*' else label] = column
+  return found
+
+
+def _figure(panel: Panel, columns: plots.Curves) -> str:
+  """The panel's plot with title and legend, or '' where nothing of it was logged."""
+  curves = _matching(columns, panel.keys)
+  if not curves:
+    return ''
+  if panel.stacked:
+    svg, cut = plots.stacked(curves)
+  else:
+    svg, cut = plots.lines(curves, unit_range=panel.unit_range, log=panel.log)
+  legend = ''.join(
+    f'<span><i class="b{i % plots.COLOURS}"></i>{html.escape(label)} '
+    f'<b>{plots.short(values[-1])}</b></span>'
+    for i, (label, (_, values)) in enumerate(curves.items())
+  )
+  note = '; '.join(filter(None, [panel.note, cut]))
+  return (
+    f'<figure><figcaption><h3>{panel.title}</h3><p>{note}</p></figcaption>'
+    f'{svg}<div class="legend">{legend}</div></figure>'
+  )
+
+
+def _headline(columns: plots.Curves, config: dict[str, Any]) -> str:
+  tiles = []
+
+  def tile(label: str, value: str, note: str = '') -> None:
+    tiles.append(f'<div><dt>{label}</dt><dd>{value}</dd><small>{note}</small></div>')
+
+  held_out = _matching(columns, {'eval/*/pass@1': '*'})
+  if held_out:
+    first = np.mean([values[0] for _, values in held_out.values()])
+    last = np.mean([values[-1] for _, values in held_out.values()])
+    note = f'mean of {len(held_out)} datasets' if len(held_out) > 1 else ''
+    tile('Held-out pass@1', f'{first:.3f} → {last:.3f}', note)
+  if 'pass_rate' in columns:
+    values = columns['pass_rate'][1]
+    few = min(5, len(values))
+    first, last = values[:few].mean(), values[-few:].mean()
+    note = f'first and last {few} steps' if few > 1 else ''
+    tile('Pass rate in training', f'{first:.3f} → {last:.3f}', note)
+  # The line after the last step has nothing but that step's evaluation.
+  ends = [s[-1] for k, (s, _) in columns.items() if not k.startswith(('eval/', 'step'))]
+  if ends:
+    planned = f'of {config["steps"]:,}' if 'steps' in config else ''
+    tile('Steps', f'{max(ends) + 1:,}', planned)
+  if 'rollout/tokens_generated' in columns:
+    generated = columns['rollout/tokens_generated'][1].sum()
+    note = ''
+    if 'rollout/tokens_trained' in columns and generated:
+      note = f'{columns["rollout/tokens_trained"][1].sum() / generated:.0%} trained on'
+    tile('Tokens generated', plots.short(generated), note)
+  if 'time/step_s' in columns:
+    seconds = columns['time/step_s'][1]
+    tile('Time', duration(seconds.sum()), f'{np.median(seconds):.2g} s a step')
+  if 'speed' in columns:
+    tile('Tokens a second', plots.short(generated / seconds.sum()), 'over all steps')
+  return f'<dl>{"".join(tiles)}</dl>'
+
+
+def _held_out_table(columns: plots.Curves) -> str:
+  rows = []
+  for name, (steps, values) in _matching(columns, {'eval/*/pass@1': '*'}).items():
+    best = int(np.argmax(values))
+    cells = f'{values[0]:.3f}', f'{values[best]:.3f}', steps[best], f'{values[-1]:.3f}'
+    rows.append(
+      f'<tr><th>{html.escape(name)}</th>' + ''.join(f'<td>{c}</td>' for c in cells)
+    )
+  if not rows:
+    return ''
+  head = ''.join(
+    f'<th>{h}</th>' for h in ('Held-out pass@1', 'first', 'best', 'at step', 'last')
+  )
+  return f'<table class="numbers"><tr>{head}</tr>{"".join(rows)}</table>'
+
+
+def _config_table(config: dict[str, Any]) -> str:
+  blocks = collections.defaultdict(list)
+  for key, value in config.items():
+    if isinstance(value, dict):
+      blocks[key] += _flat(value)
+    else:
+      blocks[''].append((key, value))
+  tables = []
+  for block in sorted(blocks):  # '' comes first
+    rows = ''.join(
+      f'<tr><th>{html.escape(k)}</th><td>{html.escape(json.dumps(v))}</td></tr>'
+      for k, v in blocks[block]
+    )
+    caption = f'<caption>{html.escape(block)}</caption>' if block else ''
+    tables.append(f'<table>{caption}{rows}</table>')
+  return f'<div class="config">{"".join(tables)}</div>'
+
+
+def _flat(block: dict[str, Any], prefix: str = '') -> list[tuple[str, Any]]:
+  rows = []
+  for key, value in block.items():
+    if isinstance(value, dict) and value:
+      rows += _flat(value, f'{prefix}{key}.')
+    else:
+      rows.append((prefix + key, value))
+  return rows
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>@title</title>
+<style>
+:root {
+  color-scheme: light dark;
+  --back: #f6f7f9; --card: #fff; --ink: #1c2430; --soft: #667085; --line: #e4e7ec;
+  --c0: #2f6fde; --c1: #e07b1a; --c2: #1f9d6b; --c3: #c8455b;
+  --c4: #7d5bd0; --c5: #12a0b4; --c6: #9a7b1f; --c7: #8a94a6;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --back: #12161c; --card: #1b2129; --ink: #e6eaf0; --soft: #98a2b3; --line: #2d3540;
+    --c0: #6ea3ff; --c1: #f5a04c; --c2: #4cc795; --c3: #f0798d;
+    --c4: #ab8ff2; --c5: #4fcbdc; --c6: #d0b257; --c7: #8a94a6;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0 auto; max-width: 1240px; padding: 28px 20px 60px; background: var(--back);
+  color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif;
+}
+h1 { font-size: 26px; margin: 0 0 18px; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 34px 0 12px; }
+h3 { font-size: 15px; margin: 0; }
+dl { display: grid; gap: 12px; margin: 0 0 16px;
+  grid-template-columns: repeat(auto-fit, minmax(185px, 1fr)); }
+dl div, figure, table {
+  background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+}
+dl div { padding: 12px 16px; }
+dt, small, figcaption p, caption { color: var(--soft); font-size: 13px; }
+dd { margin: 2px 0; font-size: 20px; font-weight: 600; white-space: nowrap; }
+.plots { display: grid; gap: 14px;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); }
+figure { margin: 0; padding: 12px 16px 10px; }
+figcaption { display: flex; gap: 10px; align-items: baseline; flex-wrap: wrap; }
+figcaption p { margin: 0; }
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
+svg path { fill: none; stroke-width: 2; stroke-linejoin: round; }
+svg path.grid { stroke: var(--line); stroke-width: 1; }
+svg path.tick { stroke: var(--soft); stroke-width: 1; }
+svg path.raw { opacity: 0.25; stroke-width: 1; }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; }
+.legend i { display: inline-block; width: 10px; height: 10px; border-radius: 3px;
+  margin-right: 6px; }
+.legend b { font-weight: 600; font-variant-numeric: tabular-nums; }
+table { border-collapse: separate; border-spacing: 0; font-size: 13px; }
+caption { text-align: left; font-weight: 600; padding: 0 0 4px 2px; }
+th, td { padding: 4px 12px; text-align: left; vertical-align: top; font-weight: 400; }
+tr + tr > * { border-top: 1px solid var(--line); }
+td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+th { color: var(--soft); }
+.numbers td, .numbers th + th { text-align: right; }
+.config { columns: 360px; column-gap: 14px; }
+.config table { width: 100%; margin-bottom: 16px; break-inside: avoid; }
+.config th { width: 45%; overflow-wrap: anywhere; }
+@marks
+</style>
+<body>
+@body
+</body>
+</html>
+""".replace(
+  '@marks',
+  '\n'.join(
+    f'.l{i} {{ stroke: var(--c{i}); }} .b{i} {{ background: var(--c{i}); '
+    f'fill: var(--c{i}); }} svg path.a{i} {{ fill: var(--c{i}); opacity: 0.85; }}'
+    for i in range(plots.COLOURS)
+  ),
+)

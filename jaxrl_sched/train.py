@@ -1,0 +1,154 @@
+"""Trains a policy from a config file. Run again with the same command, it resumes.
+
+python -m jaxrl_sched.train --config=configs/quickstart.py --workdir=DIR
+"""
+
+import argparse
+from collections.abc import Callable
+import functools
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+from jaxrl_sched import config, evaluation, loop, report
+from jaxrl_sched.host.advantages import group_advantages
+from jaxrl_sched.metrics import Recorder, duration
+
+EPILOG = """\
+Any setting of the config can be overridden: --config.optimizer.learning_rate=1e-3
+--config.evaluate=None. A config may take an argument: --config=configs/x.py:argument.
+
+The workdir receives config.json, metrics.jsonl (a line a step), rollouts.jsonl (a line
+a group), checkpoints/, tensorboard/ and report.html. SIGTERM or Ctrl-C saves and ends
+with 0; the same command goes on from there. Bad input ends with 2 and one line.
+"""
+
+
+def parser(
+  description: str, *, epilog: str = EPILOG, config_needed: bool = True
+) -> argparse.ArgumentParser:
+  result = argparse.ArgumentParser(
+    description=description.strip(),
+    epilog=epilog,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+  result.add_argument(
+    '--config', required=config_needed, metavar='FILE.py[:ARG]', help='a config file'
+  )
+  result.add_argument(
+    '--workdir', required=True, metavar='DIR', help='where the run lives'
+  )
+  return result
+
+
+def overrides(rest: list[str]) -> list[tuple[str, str]]:
+  """--config.a.b=v, or --config.a.b v, as ('a.b', 'v')."""
+  found, rest = [], list(rest)
+  while rest:
+    name, equals, value = rest.pop(0).partition('=')
+    if not name.startswith('--config.'):
+      raise ValueError(f'{name}: unknown argument; see --help')
+    if not equals:
+      if not rest:
+        raise ValueError(f'{name}: expected a value')
+      value = rest.pop(0)
+    found.append((name.removeprefix('--config.'), value))
+  return found
+
+
+def main(argv: list[str] | None = None) -> int:
+  arguments, rest = parser(__doc__).parse_known_args(argv)
+  workdir = pathlib.Path(arguments.workdir)
+  stopping = threading.Event()
+  try:
+    run = config.prepare(config.read(arguments.config, overrides(rest)))
+    config.claim(workdir, run.c)
+    print('Building the model and compiling ...', flush=True)
+    engine = config.build_engine(run, workdir, stopping=stopping)
+  except ValueError as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda *_: stopping.set())
+  try:
+    return _run(run, engine, workdir)
+  finally:
+    engine.close()
+
+
+def _run(run: config.Run, engine, workdir: pathlib.Path) -> int:
+  began = time.perf_counter()
+  try:
+    state = engine.restore()
+    if state is not None:
+      run.scheduler.load_state_dict(state)
+      print(f'Resuming at step {engine.step}.', flush=True)
+  except ValueError as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+  for name, count in run.prompts.dropped.items():
+    if count:
+      print(f'{name}: {count} prompts dropped, longer than prompts.max_tokens')
+  engine.warm_up(run.longest_prompt)
+  settings = run.c['log'] or {}
+  with Recorder(
+    workdir, steps=run.c['steps'], start=engine.step, **settings
+  ) as recorder:
+    complete = loop.train(
+      engine,
+      run.scheduler,
+      recorder,
+      steps=run.c['steps'],
+      save_every=run.checkpoint.every,
+      evaluate_every=run.evaluate.every if run.evaluate else 1,
+      evaluate=evaluator(run, engine),
+      advantages_of=advantages(run),
+    )
+    summary = recorder.summary()
+  page = report.write_report(workdir)
+  if not complete:
+    print(f'Stopped at step {engine.step}, saved. The same command goes on from there.')
+    return 0
+  took = duration(time.perf_counter() - began)
+  first, last = summary.get('held_out/first'), summary.get('held_out/last')
+  if last is not None:
+    print(f'Held-out pass rate {first:.3f} -> {last:.3f} in {took}.')
+  else:
+    print(f'Done in {took}.')
+  print(f'Workdir: {workdir}   Report: {page}')
+  return 0
+
+
+def advantages(run: config.Run) -> Callable[[np.ndarray], np.ndarray]:
+  if run.c['teacher'] is not None:
+    return np.ones_like  # the policy gradient is then that of supervised learning
+  return functools.partial(group_advantages, **run.c['advantage'] or {})
+
+
+def evaluator(run: config.Run, engine):
+  """step -> metrics and score, for the loop; None: nothing is evaluated."""
+  if run.evaluate is None:
+    return None
+  prompts = list(run.held_out.all())
+
+  def evaluate(step: int):
+    del step
+    results = evaluation.evaluate(
+      engine,
+      prompts,
+      run.evaluation_sampling(),
+      samples=run.evaluate.samples,
+      k=run.evaluate.k,
+    )
+    return evaluation.as_metrics(results), evaluation.score(results)
+
+  return evaluate
+
+
+if __name__ == '__main__':
+  sys.exit(main())

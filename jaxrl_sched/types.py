@@ -1,0 +1,111 @@
+"""The records that pass between stages. Frozen; numpy fields, shapes beside them."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+SAME = 1e-6  # verdicts this close are equal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+  """One task, tokenised once: these ids are sampled from and trained on."""
+
+  id: str  # unique in the run: '<dataset>/<id within it>'
+  dataset: str
+  index: int  # in its dataset
+  tokens: np.ndarray  # [prompt] int32, at least one
+  text: str  # the rendered prompt, for people and logs
+  answer: Any = None  # what the verifier compares with
+  solution: str | None = None  # a reference answer's text, for warm starts
+  reward: str = ''  # the verifier: a name in host/rewards.py, or 'module:function'
+  max_reward: float | None = 1.0  # None: the verifier declares no maximum
+  meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+  """How the answers of one request are drawn.
+
+  `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. Stop ids and the
+  token that completes a stop string are part of the answer.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_new_tokens: int = 0
+  max_new_tokens: int
+  stop_ids: tuple[int, ...] = ()
+  stop_strings: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """One prompt with the number of answers it is to get."""
+
+  draw: int  # counts requests in plan order; the noise hangs on it
+  prompt: Prompt
+  size: int  # G
+  sampling: Sampling
+  dataset_pass: int = 0  # the pass over its dataset in which it was drawn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+  """One answer as it was sampled."""
+
+  draw: int
+  answer: int  # k, in [0, G)
+  tokens: np.ndarray  # [length] int32, the stop token included; length >= 1
+  logps: np.ndarray  # [length] float32, under the distribution sampled from
+  finish: str  # 'stop', 'length' or 'aborted' (for a reason outside the policy)
+  version: int  # of the weights it was sampled with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+  """A prompt's answers, graded."""
+
+  request: Request
+  completions: tuple[Completion, ...]  # G of them, in answer order
+  verdicts: np.ndarray  # [G] float32, the verifier's word, before shaping
+  rewards: np.ndarray  # [G] float32, after shaping: what advantages are made of
+  faults: tuple[
+    str | None, ...
+  ] = ()  # [G] why a verdict is 0: 'timeout', 'raised', ...
+
+  @property
+  def size(self) -> int:
+    return len(self.completions)
+
+  @property
+  def lengths(self) -> np.ndarray:  # [G] int64, tokens
+    return np.array([len(c.tokens) for c in self.completions])
+
+  @property
+  def truncated(self) -> np.ndarray:  # [G] bool
+    return np.array([c.finish == 'length' for c in self.completions])
+
+  @property
+  def passed(self) -> np.ndarray:  # [G] bool, the verdict is the verifier's maximum
+    best = self.request.prompt.max_reward
+    return self.verdicts >= (1.0 if best is None else best) - SAME
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+  """Answers packed into rows. Entry t of a row speaks of the token at t.
+
+  `logps[b, t]` is the sampler's log p(tokens[b, t] | what stands before it in its
+  segment); the first token of a segment is a prompt token and has weight 0.
+  """
+
+  tokens: np.ndarray  # [B, T] int32, 0 on padding
+  segments: np.ndarray  # [B, T] int32, 0 on padding, then 1, 2, ... within a row
+  positions: np.ndarray  # [B, T] int32, restart at 0 in each segment
+  logps: np.ndarray  # [B, T] float32, 0 off the answers
+  advantages: np.ndarray  # [B, T] float32, constant along an answer
+  weights: np.ndarray  # [B, T] float32, 0 on prompts and padding
+  fresh: np.ndarray  # [B, T] bool, sampled with the weights that are now trained

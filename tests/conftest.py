@@ -1,0 +1,19 @@
+"""Where tests run: eight CPU devices, no network, compiled programs kept on disk."""
+
+import os
+import pathlib
+
+# Through the environment, so that the commands that tests start have them too.
+_KEPT = pathlib.Path(__file__).parent.parent / '.pytest_cache' / 'jax'
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['HF_HUB_OFFLINE'] = '1'
+os.environ['TOKENIZERS_PARALLELISM'] = 'false'
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_KEPT))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
+
+import jax  # noqa: E402
+
+jax.config.update('jax_num_cpu_devices', 8)
+# An axis that numpy would have added in silence is an error.
+jax.config.update('jax_numpy_rank_promotion', 'raise')

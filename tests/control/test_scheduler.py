@@ -1,0 +1,223 @@
+"""Dynamic sampling: rounds, quotas, surplus carried once, and counts that add up."""
+
+import collections
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from jaxrl_sched.control.draws import Draws
+from jaxrl_sched.control.scheduler import Scheduler
+from jaxrl_sched.types import Completion, Group, Prompt, Sampling
+
+SIZES = {'a': 12, 'b': 7}
+
+
+def prompt_of(dataset, index):
+  return Prompt(
+    id=f'{dataset}/{index}',
+    dataset=dataset,
+    index=index,
+    tokens=np.array([1, 2], np.int32),
+    text='',
+  )
+
+
+def scheduler(sizes=SIZES, weights=None, seed=0, **settings):
+  draws = Draws(sizes, weights or dict.fromkeys(sizes, 1.0), seed=seed)
+  settings = dict(groups_per_step=4, group_size=2) | settings
+  return Scheduler(draws, prompt_of, Sampling(max_new_tokens=4), **settings)
+
+
+def answered(request, verdicts, version=0):
+  completions = tuple(
+    Completion(
+      draw=request.draw,
+      answer=k,
+      tokens=np.array([5, 6 + k], np.int32),
+      logps=np.array([-0.1, -1 / 3], np.float32),
+      finish='stop',
+      version=version,
+    )
+    for k in range(len(verdicts))
+  )
+  verdicts = np.array(verdicts, np.float32)
+  return Group(
+    request=request,
+    completions=completions,
+    verdicts=verdicts,
+    rewards=verdicts,
+    faults=(None,) * len(verdicts),
+  )
+
+
+def play(s, outcome, step=0):
+  """One step; `outcome(request)` gives the verdicts. Returns rounds and the batch."""
+  rounds = []
+  while requests := s.plan(step):
+    s.sent(requests)
+    rounds.append(requests)
+    s.observe([answered(r, outcome(r), version=step) for r in requests], step)
+  return rounds, *s.take_batch()
+
+
+USEFUL, EASY, HARD = [1, 0], [1, 1], [0, 0]
+
+
+def test_plan_is_pure():
+  s = scheduler()
+  assert [r.draw for r in s.plan(0)] == [r.draw for r in s.plan(0)]
+  assert [r.prompt.id for r in s.plan(0)] == [r.prompt.id for r in s.plan(0)]
+
+
+def test_a_full_batch_keeps_the_quotas_and_every_request_is_counted():
+  s = scheduler(weights={'a': 3, 'b': 1}, groups_per_step=4)
+  _, batch, metrics, lines = play(s, lambda r: USEFUL)
+  by = collections.Counter(g.request.prompt.dataset for g in batch)
+  assert by == {'a': 3, 'b': 1}
+  assert metrics['share/a'] == 0.75
+  generated = metrics['rollout/groups_generated']
+  assert generated == 4 + metrics['rollout/groups_pending']
+  assert [line['fate'] for line in lines] == ['trained'] * 4
+
+
+def test_groups_without_spread_are_replaced_until_the_batch_is_full():
+  """E1: an update on exactly the groups configured, none twice."""
+  s = scheduler(sizes={'a': 50})
+  dull = {0: EASY, 1: HARD, 2: EASY}
+  rounds, batch, metrics, lines = play(s, lambda r: dull.get(r.draw, USEFUL))
+  assert len(rounds) >= 1 and len(batch) == 4
+  assert len({g.request.draw for g in batch}) == 4
+  assert metrics['rollout/groups_filtered'] == 3
+  reasons = {
+    line['draw']: line['reason'] for line in lines if line['fate'] == 'filtered'
+  }
+  assert reasons == {0: 'easy', 1: 'hard', 2: 'easy'}
+
+
+def test_useful_groups_past_the_batch_come_first_in_the_next_one():
+  """E1: 4 of 5 useful groups are trained on, the fifth is kept for the next batch."""
+  s = scheduler(sizes={'a': 50}, groups_per_step=4)
+  # 4 missing at a rate of 1/2: 8 requests, of which 3 are useful; then 1 missing: 2.
+  useful = {0, 1, 2, 8, 9}
+  rounds, batch, metrics, _ = play(
+    s, lambda r: USEFUL if r.draw in useful else HARD, step=0
+  )
+  assert [len(r) for r in rounds] == [8, 2]
+  assert [g.request.draw for g in batch] == [0, 1, 2, 8]
+  assert metrics['rollout/groups_pending'] == 1
+  # It keeps its version, and its place at the front.
+  _, batch, _, _ = play(s, lambda r: USEFUL, step=1)
+  assert batch[0].request.draw == 9
+  assert [g.completions[0].version for g in batch] == [0, 1, 1, 1]
+
+
+def test_at_most_max_rounds_then_what_there_is():
+  s = scheduler(max_rounds=3)
+  rounds, batch, metrics, _ = play(s, lambda r: HARD)
+  assert len(rounds) == 3 and batch == []
+  assert metrics['rollout/groups_trained'] == 0
+  assert metrics['rollout/groups_filtered'] == metrics['rollout/groups_generated']
+
+
+def test_what_is_left_over_twice_is_dropped_as_stale():
+  s = scheduler(sizes={'a': 50}, groups_per_step=2, max_rounds=1)
+  # The last round of an unknown dataset asks for more than it needs (95 %).
+  _, _, metrics, _ = play(s, lambda r: USEFUL)
+  left = metrics['rollout/groups_pending']
+  assert left > 2
+  rounds, batch, metrics, lines = play(s, lambda r: USEFUL, step=1)
+  assert rounds == [] and len(batch) == 2
+  assert metrics['rollout/groups_dropped'] == left - 2
+  assert {line['reason'] for line in lines if line['fate'] == 'dropped'} == {'stale'}
+
+
+def test_surplus_drop_drops_at_once():
+  s = scheduler(sizes={'a': 50}, groups_per_step=2, max_rounds=1, surplus='drop')
+  _, _, metrics, lines = play(s, lambda r: USEFUL)
+  assert metrics['rollout/groups_pending'] == 0
+  assert metrics['rollout/groups_dropped'] == metrics['rollout/groups_generated'] - 2
+  assert {line['reason'] for line in lines if line['fate'] == 'dropped'} == {'surplus'}
+
+
+def test_without_dynamic_sampling_every_group_is_trained_on():
+  s = scheduler(dynamic_sampling=False)
+  rounds, batch, _, _ = play(s, lambda r: HARD)
+  assert len(rounds) == 1 and len(batch) == 4
+
+
+def test_metrics_cover_all_that_was_generated():
+  """E3: the logged reward is over all groups, not over those that were kept."""
+  s = scheduler(sizes={'a': 50}, groups_per_step=1, max_rounds=2)
+  outcomes = [EASY, USEFUL]
+  _, _, metrics, _ = play(s, lambda r: outcomes[min(r.draw, 1)])
+  n = metrics['rollout/groups_generated']
+  assert metrics['pass_rate'] == pytest.approx((2 + (n - 1)) / (2 * n))
+
+
+def test_verdicts_of_other_ranges():
+  """All 0.7 is neither easy nor hard, yet teaches nothing; nearly equal is equal."""
+  s = scheduler(sizes={'a': 50}, groups_per_step=2, max_rounds=1)
+  rounds = s.plan(0)
+  s.sent(rounds)
+  outcomes = {0: [0.7, 0.7], 1: [0.3, 0.3 + 5e-7]}
+  s.observe([answered(r, outcomes.get(r.draw, USEFUL)) for r in rounds], 0)
+  _, _, lines = s.take_batch()
+  reasons = [line['reason'] for line in lines if line['fate'] == 'filtered']
+  assert reasons == ['constant', 'constant']
+
+
+@settings(deadline=None)
+@given(
+  st.lists(st.sampled_from([USEFUL, EASY, HARD]), min_size=200, max_size=200),
+  st.integers(1, 8),
+  st.sampled_from(['carry', 'drop']),
+  st.integers(0, 5),
+)
+def test_counts_add_up_and_a_resume_changes_nothing(outcomes, rounds, rule, cut):
+  """H3, H4, conservation: generated = trained + filtered + dropped + pending."""
+
+  def outcome(request):
+    return outcomes[request.draw % len(outcomes)]
+
+  def run(s, steps):
+    return [(play(s, outcome, step)[1:]) for step in steps]
+
+  def make():
+    return scheduler(max_rounds=rounds, surplus=rule, seed=5)
+
+  whole, before, after = make(), make(), make()
+  expected = run(whole, range(6))
+  found = run(before, range(cut))
+  after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+  found += run(after, range(cut, 6))
+  for (batch, metrics, lines), (batch2, metrics2, lines2) in zip(
+    expected, found, strict=True
+  ):
+    assert metrics == metrics2 and lines == lines2
+    for a, b in zip(batch, batch2, strict=True):
+      assert a.request.draw == b.request.draw
+      for x, y in zip(a.completions, b.completions, strict=True):
+        np.testing.assert_array_equal(x.tokens, y.tokens)
+        np.testing.assert_array_equal(x.logps, y.logps)
+        assert (x.version, x.finish, x.logps.dtype) == (y.version, y.finish, np.float32)
+
+  total = collections.Counter()
+  for _, metrics, lines in expected:
+    total['generated'] += metrics['rollout/groups_generated']
+    total.update(line['fate'] for line in lines)
+  pending = len(whole.pending())
+  assert total['generated'] == (
+    total['trained'] + total['filtered'] + total['dropped'] + pending
+  )
+
+
+def test_strange_settings_and_state_are_refused():
+  with pytest.raises(ValueError, match="surplus: 'keep'"):
+    scheduler(surplus='keep')
+  with pytest.raises(ValueError, match='groups_per_step=0'):
+    scheduler(groups_per_step=0)
+  with pytest.raises(ValueError, match='expected'):
+    scheduler().load_state_dict({'draw': 1})

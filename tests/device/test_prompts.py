@@ -1,0 +1,542 @@
+"""What prompts promise: bad data is named at the start, good data is never changed."""
+
+import json
+import random
+import re
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pyarrow
+from pyarrow import parquet
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from jaxrl_sched.device import prompts
+from jaxrl_sched.device.prompts import PromptSet
+from jaxrl_sched.device.tokenizers import SPECIAL, build_byte_tokenizer
+from jaxrl_sched.host import rewards
+
+PAD, BOS, END, SYSTEM, USER, ASSISTANT = range(6)
+
+
+def ids(text: str) -> list[int]:
+  return [6 + byte for byte in text.encode()]
+
+
+@pytest.fixture(scope='module')
+def tokenizer(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('bytes')
+  build_byte_tokenizer(folder)
+  return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def adds_bos(tmp_path):
+  """A tokenizer that puts BOS before what it encodes, as Llama's do."""
+  tokenizer = build_byte_tokenizer(tmp_path / 'adds_bos')
+  tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+    single='<|bos|> $A', special_tokens=[('<|bos|>', BOS)]
+  )
+  assert tokenizer('a').input_ids == [BOS, *ids('a')]
+  return tokenizer
+
+
+@pytest.fixture
+def opened(tmp_path, tokenizer):
+  """Opens one dataset 'd' of the given lines (or bytes, or records)."""
+
+  def opened(content, *, options=None, **settings) -> PromptSet:
+    if not isinstance(content, bytes):
+      content = '\n'.join(
+        line if isinstance(line, str) else json.dumps(line) for line in content
+      ).encode()
+    (tmp_path / 'd.jsonl').write_bytes(content)
+    dataset = dict(source='d.jsonl') | (options or {})
+    settings = dict(tokenizer=tokenizer, max_tokens=64, root=tmp_path) | settings
+    return PromptSet({'d': dataset}, **settings)
+
+  return opened
+
+
+def refusal(open_it) -> str:
+  """The message of a refusal, which is one line."""
+  with pytest.raises(ValueError) as caught:
+    open_it()
+  assert len(str(caught.value).splitlines()) == 1
+  return str(caught.value)
+
+
+def good(i: int) -> dict:
+  return dict(prompt=f'{i}+1=', answer=i + 1)
+
+
+# The byte tokenizer.
+
+
+@given(st.text(st.characters(codec='utf-8')) | st.text(alphabet=' .,!\n\'s"é<|bos>'))
+@settings(max_examples=300)
+def test_any_text_comes_back_from_its_bytes(tokenizer, text):
+  encoded = tokenizer(text).input_ids
+  assert tokenizer.decode(encoded) == text
+
+
+def test_a_byte_is_a_token_and_special_tokens_come_first(tokenizer):
+  assert len(tokenizer) == 262
+  assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == list(range(6))
+  special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+  assert special == (PAD, BOS, END)
+  text = ''.join(map(chr, range(128))) + 'é漢😀'
+  assert tokenizer(text).input_ids == ids(text)
+
+
+# Templates.
+
+
+def test_the_chat_template_is_rendered_up_to_the_answer(opened):
+  prompt = opened([dict(prompt='hi', answer=1)]).get('d', 0)
+  assert prompt.text == '<|bos|><|user|>hi<|end|><|assistant|>'
+  assert prompt.tokens.tolist() == [BOS, USER, *ids('hi'), END, ASSISTANT]
+  assert prompt.tokens.dtype == np.int32
+
+
+def test_a_chat_keeps_its_own_system_message_and_else_gets_the_given_one(opened):
+  turns = [dict(role='user', content='a'), dict(role='assistant', content='b')]
+  turns.append(dict(role='user', content='c'))
+  own = dict(role='system', content='own')
+  lines = [dict(messages=turns, answer=1), dict(messages=[own, *turns], answer=1)]
+  data = opened(lines, system='given')
+  rest = [USER, *ids('a'), END, ASSISTANT, *ids('b'), END, USER, *ids('c'), END]
+  for i, system in enumerate(('given', 'own')):
+    assert data.get('d', i).tokens.tolist() == (
+      [BOS, SYSTEM, *ids(system), END, *rest, ASSISTANT]
+    )
+
+
+def test_a_plain_template_replaces_the_prompt_and_nothing_else(opened):
+  data = opened([dict(prompt='{x} {prompt}', answer=1)], template='{a} {prompt}\n{{=')
+  assert data.get('d', 0).text == '{a} {x} {prompt}\n{{='
+  assert data.get('d', 0).tokens.tolist() == ids('{a} {x} {prompt}\n{{=')
+
+
+@pytest.mark.parametrize('begin', ['', '{{ bos_token }}', '{{ bos_token * 2 }}'])
+def test_exactly_one_bos_where_the_tokenizer_wants_one(opened, adds_bos, begin):
+  """B5: decided on the rendered ids, whatever the template writes."""
+  adds_bos.chat_template = begin + '{{ messages[0].content }}'
+  data = opened([dict(prompt='hi', answer=1)], tokenizer=adds_bos)
+  assert data.get('d', 0).tokens.tolist() == [BOS, *ids('hi')]
+
+
+def test_plain_prompts_get_a_bos_from_a_tokenizer_that_adds_it(opened, adds_bos):
+  """B5."""
+  lines = [dict(prompt=p, answer=1) for p in ('hi', '<|bos|>hi')]
+  data = opened(lines, tokenizer=adds_bos, template='{prompt}')
+  assert [p.tokens.tolist() for p in data.all()] == [[BOS, *ids('hi')]] * 2
+
+
+def test_no_bos_where_neither_template_nor_tokenizer_writes_one(opened):
+  """B5."""
+  data = opened([dict(prompt='hi', answer=1)], template='{prompt}')
+  assert data.get('d', 0).tokens.tolist() == ids('hi')
+
+
+def test_a_template_that_cannot_be_used_is_refused(opened, tokenizer, tmp_path):
+  bare = build_byte_tokenizer(tmp_path / 'bare')
+  bare.chat_template = None
+  line = [good(1)]
+  assert 'no chat template' in refusal(lambda: opened(line, tokenizer=bare))
+  assert "'{prompt}'" in refusal(lambda: opened(line, template='Q: {question}'))
+  assert 'system' in refusal(lambda: opened(line, template='{prompt}', system='x'))
+  chat = [dict(messages=[dict(role='user', content='a')], answer=1)]
+  message = refusal(lambda: opened(chat, template='{prompt}'))
+  assert 'd.jsonl, line 1' in message and "'messages'" in message
+  strict = build_byte_tokenizer(tmp_path / 'strict')
+  strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+  message = refusal(lambda: opened(line, tokenizer=strict))
+  assert message.endswith('d.jsonl, line 1: roles must alternate')
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+  'between', [b'\n', b'\r\n', b'\n\n', b'\r\n\r\n', b'\n \t\n'], ids=repr
+)
+@pytest.mark.parametrize('before', [b'', b'\xef\xbb\xbf', b'\xef\xbb\xbf\r\n', b'\n'])
+@pytest.mark.parametrize('after', [b'', b'\n', b'\r\n', b'\n\n'])
+def test_blank_lines_and_line_ends_do_not_matter(opened, before, between, after):
+  """F1: two good records, in every dress of the file."""
+  one, two = (json.dumps(good(i), ensure_ascii=False).encode() for i in (1, 2))
+  data = opened(before + one + between + two + after)
+  assert data.sizes == {'d': 2}
+  assert [p.answer for p in data.all()] == [2, 3]
+
+
+def test_line_separators_inside_a_text_do_not_end_the_line(opened):
+  """F1, derived: only newline ends a line of JSON."""
+  text = 'a\u2028b\u0085c'
+  line = json.dumps(dict(prompt=text, answer=1), ensure_ascii=False).encode()
+  data = opened(line, template='{prompt}')
+  assert data.get('d', 0).text == text
+
+
+@pytest.mark.parametrize('answer', ['42', '42.0', '0.5', '-3', '1e3', '"42"'])
+def test_numbers_and_texts_are_answers(opened, answer):
+  """F2: the answer reaches the verifier as it stands in the file."""
+  prompt = opened(['{"prompt": "x", "answer": ' + answer + '}']).get('d', 0)
+  assert type(prompt.answer) is type(json.loads(answer))
+  assert prompt.answer == json.loads(answer)
+  said = {'1e3': '1000', '"42"': '42', '42.0': '42'}.get(answer, answer)
+  assert rewards.resolve(prompt.reward)(f'It is {said}.', prompt) == 1
+
+
+@pytest.mark.parametrize('answer', ['true', 'false', 'null', '[]', '""'])
+def test_answers_that_cannot_be_compared_with_are_refused(opened, answer):
+  """F2: at load, with the line number."""
+  lines = [good(1), '', '{"prompt": "x", "answer": ' + answer + '}']
+  assert 'd.jsonl, line 3: ' in refusal(lambda: opened(lines))
+
+
+def test_duplicate_ids_are_refused_with_both_lines(opened):
+  """F3: also where one is a number and the other its text."""
+  lines = [good(0) | dict(id=7), good(1), '', good(2) | dict(id='7')]
+  message = refusal(lambda: opened(lines))
+  assert re.search(r"line 4: id '7' is already used at .*d\.jsonl, line 1$", message)
+  # The second line has no id of its own and so is called by its position.
+  message = refusal(lambda: opened([good(0) | dict(id=1), good(1)]))
+  assert 'line 2' in message and 'line 1' in message
+
+
+def test_equal_prompts_are_two_prompts(opened):
+  """F3: rows are told apart by id, not by text."""
+  data = opened([good(1), good(1)])
+  assert [(p.id, p.index) for p in data.all()] == [('d/0', 0), ('d/1', 1)]
+
+
+@pytest.mark.parametrize('content', [b'', b'\n\n', b'\xef\xbb\xbf'])
+def test_an_empty_dataset_is_refused(opened, content):
+  """F4."""
+  message = refusal(lambda: opened(content))
+  assert "'d'" in message and '0 prompts read' in message and 'd.jsonl' in message
+
+
+def test_a_dataset_with_nothing_short_enough_is_refused_with_counts(opened):
+  """F4: read and kept are both named."""
+  lines = [dict(prompt='x' * n, answer=1) for n in (9, 7, 8)]
+  message = refusal(lambda: opened(lines, max_tokens=6, template='{prompt}'))
+  assert '3 prompts read' in message and '0 kept' in message
+  assert 'shortest has 7 tokens' in message and 'at most 6' in message
+
+
+@pytest.mark.parametrize(
+  'line, expected',
+  [
+    ('{"prompt": "x", "answer": 1', 'not JSON'),
+    ('{"prompt": "x", "answer": 1}}', 'not JSON'),
+    ('["x", 1]', 'expected a JSON object'),
+    ('3', 'expected a JSON object'),
+    (dict(question='x', answer=1), "no field 'prompt' or 'messages'.*'question'"),
+    (dict(prompt=None, answer=1), "no field 'prompt' or 'messages'"),
+    (dict(prompt='x', label=1), "no field 'answer'.*'label', 'prompt'"),
+    (dict(prompt=3, answer=1), 'prompt: expected text, found 3'),
+    (dict(prompt=[], answer=1), r"fields=dict\(messages='prompt'\)"),
+    (dict(prompt='x', messages=[], answer=1), "both 'prompt' and 'messages'"),
+    (dict(messages=[], answer=1), 'messages: expected a list'),
+    (dict(messages=[dict(role='user')], answer=1), "'role' and 'content'"),
+    (
+      dict(messages=[dict(role='assistant', content='1')], answer=1),
+      "the last is the assistant's",
+    ),
+    (dict(prompt='x', answer=1, id=1.5), 'id: expected text or a whole number'),
+    (dict(prompt='x', answer=1, id=''), 'id: expected text or a whole number'),
+    (dict(prompt='x', answer=1, solution=4), 'solution: expected text, found 4'),
+  ],
+)
+def test_a_bad_line_is_named(opened, line, expected):
+  message = refusal(lambda: opened([good(0), '', line]))
+  assert re.search(rf'd\.jsonl, line 3: .*{expected}', message), message
+
+
+def test_bytes_that_are_not_utf8_are_named(opened):
+  bad = b'{"prompt": "x", "answer": 1}\n{"prompt": "\xff", "answer": 1}'
+  assert 'd.jsonl, line 2: ' in refusal(lambda: opened(bad))
+
+
+def test_half_a_character_is_named(opened):
+  """A lone surrogate is JSON, but no tokenizer takes it."""
+  lines = [good(0), '{"prompt": "\\ud83d", "answer": 1}']
+  assert 'd.jsonl, line 2: ' in refusal(lambda: opened(lines))
+
+
+def test_an_empty_prompt_is_refused(opened):
+  lines = [good(0), dict(prompt='', answer=1)]
+  message = refusal(lambda: opened(lines, template='{prompt}'))
+  assert 'line 2: the prompt has no token' in message
+
+
+def test_fields_are_renamed_and_the_rest_is_meta(opened):
+  line = dict(question='q', gold='4', prompt='other', uid=9, level=2, why='b/c', note=0)
+  names = dict(
+    prompt='question', answer='gold', id='uid', solution='why', grade='level'
+  )
+  prompt = opened([line], options=dict(fields=names)).get('d', 0)
+  assert (prompt.id, prompt.answer, prompt.solution) == ('d/9', '4', 'b/c')
+  assert prompt.tokens.tolist() == [BOS, USER, *ids('q'), END, ASSISTANT]
+  assert prompt.meta == dict(grade=2, note=0)
+  swapped = dict(prompt='answer', answer='prompt')
+  prompt = opened([dict(prompt='4', answer='q')], options=dict(fields=swapped)).get(
+    'd', 0
+  )
+  assert prompt.answer == '4' and 'q<' in prompt.text
+
+
+def test_a_renamed_field_has_to_be_there(opened):
+  options = dict(fields=dict(prompt='question'))
+  message = refusal(lambda: opened([good(0)], options=options))
+  assert "line 1: no field 'question' (for 'prompt')" in message
+  assert "['answer', 'prompt']" in message
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+  'dataset, expected',
+  [
+    (dict(source='d.jsonl', wieght=2), "unknown key 'wieght'; did you mean 'weight'?"),
+    (dict(reward='exact'), "no 'source'"),
+    (dict(source='none.jsonl'), 'none.jsonl: no such file'),
+    (dict(source='d.csv'), "source 'd.csv': expected a path ending in"),
+    (dict(source='d.jsonl', options=dict(n=1)), 'takes no options'),
+    (dict(source=None), 'source: expected text, found None'),
+    (
+      dict(source='d.jsonl', fields='prompt'),
+      "fields: expected a dict, found 'prompt'",
+    ),
+    (dict(source='d.jsonl', weight=0), 'weight: expected above 0, found 0'),
+    (dict(source='d.jsonl', weight='1'), "weight: expected a number, found '1'"),
+    (dict(source='d.jsonl', max_reward=-1), 'max_reward: expected above 0'),
+    (dict(source='d.jsonl', reward='finalnumber'), "'finalnumber'.*final_number"),
+    (dict(source='no_such_package.x:f'), 'cannot be imported'),
+    (dict(source='json:lods'), "no such function; did you mean 'loads'?"),
+    (dict(source='reasoning_gym:leg_countin'), "did you mean 'leg_counting'?"),
+    (
+      dict(source='reasoning_gym:leg_counting', options=dict(sizes=3)),
+      "unknown option 'sizes'; did you mean 'size'?",
+    ),
+    (
+      dict(source='reasoning_gym:leg_counting', options=dict(min_animals=0)),
+      'reasoning_gym:leg_counting: .*min_animals',
+    ),
+  ],
+)
+def test_a_bad_setting_is_named(tmp_path, tokenizer, dataset, expected):
+  (tmp_path / 'd.jsonl').write_text(json.dumps(good(0)))
+
+  def open_it():
+    PromptSet({'d': dataset}, tokenizer=tokenizer, max_tokens=999, root=tmp_path)
+
+  message = refusal(open_it)
+  assert re.search(expected, message), message
+
+
+def test_limits_and_names_are_checked(opened, tokenizer):
+  assert 'max_tokens' in refusal(lambda: opened([good(0)], max_tokens=0))
+  assert "'dorp'" in refusal(lambda: opened([good(0)], too_long='dorp'))
+  none = dict(tokenizer=tokenizer, max_tokens=9)
+  assert 'found none' in refusal(lambda: PromptSet({}, **none))
+  slash = {'a/b': dict(source='d.jsonl')}
+  assert "'a/b'" in refusal(lambda: PromptSet(slash, **none))
+
+
+# Lengths.
+
+
+def test_prompts_above_the_limit_are_dropped_and_counted(opened):
+  lines = [dict(prompt='x' * n, answer=n) for n in (6, 5, 7, 4)]
+  data = opened(lines, max_tokens=6, template='{prompt}')
+  assert (data.sizes, data.dropped) == ({'d': 3}, {'d': 1})
+  assert [(p.index, p.id, p.answer) for p in data.all()] == [
+    (0, 'd/0', 6),
+    (1, 'd/1', 5),
+    (2, 'd/3', 4),  # its name does not hang on the limit
+  ]
+
+
+def test_prompts_above_the_limit_are_refused_where_asked(opened):
+  lines = [good(0), dict(prompt='x' * 7, answer=1, id='long')]
+  plain = dict(max_tokens=6, template='{prompt}', too_long='refuse')
+  message = refusal(lambda: opened(lines, **plain))
+  assert message.endswith('line 2: prompt d/long has 7 tokens, expected at most 6')
+
+
+# Access.
+
+
+def test_access_in_any_order_gives_what_reading_in_order_gives(opened):
+  rng = random.Random(0)
+  lines = [dict(prompt='é' * rng.randint(1, 9), answer=i, tag=[i]) for i in range(2500)]
+  data = opened(lines, max_tokens=20, template='{prompt}=')
+  read = list(data.all())
+  # By hand: a character of two bytes, and the sign.
+  kept = [line for line in lines if 2 * len(line['prompt']) + 1 <= 20]
+  assert [(p.answer, p.meta) for p in read] == [
+    (line['answer'], dict(tag=line['tag'])) for line in kept
+  ]
+  order = rng.sample(range(len(read)), 300)
+  for i in order:
+    again = data.get('d', i)
+    assert (again.id, again.index, again.text) == (read[i].id, i, read[i].text)
+    np.testing.assert_array_equal(again.tokens, read[i].tokens)
+    assert again.tokens.tolist() == ids(kept[i]['prompt'] + '=')
+
+
+def test_an_index_outside_is_an_error(opened):
+  data = opened([good(0), good(1)])
+  for index in (-1, 2):
+    with pytest.raises(IndexError, match=f'no prompt {index}'):
+      data.get('d', index)
+  assert "'e'" in refusal(lambda: data.get('e', 0))
+
+
+def test_several_datasets_keep_their_weights_and_their_order(tmp_path, tokenizer):
+  for name, count in (('b', 2), ('a', 3)):
+    lines = [json.dumps(good(i)) for i in range(count)]
+    (tmp_path / f'{name}.jsonl').write_text('\n'.join(lines))
+  data = PromptSet(
+    {
+      'b': dict(source='b.jsonl', weight=3, reward='exact', max_reward=None),
+      'a': dict(source=str(tmp_path / 'a.jsonl')),
+    },
+    tokenizer=tokenizer,
+    max_tokens=64,
+    root=tmp_path,
+  )
+  assert data.sizes == {'b': 2, 'a': 3} and data.weights == {'b': 3.0, 'a': 1.0}
+  assert [p.id for p in data.all()] == ['b/0', 'b/1', 'a/0', 'a/1', 'a/2']
+  first, last = data.get('b', 0), data.get('a', 2)
+  assert (first.dataset, first.reward, first.max_reward) == ('b', 'exact', None)
+  assert (last.dataset, last.reward, last.max_reward) == ('a', 'final_number', 1.0)
+
+
+# Other sources.
+
+
+def test_parquet_gives_what_json_lines_give(tmp_path, tokenizer):
+  records = [
+    dict(prompt=f'p{i} é', answer=str(i), id=f'n{i}', tags=['a'] * i, level=None)
+    for i in range(50)
+  ]
+  (tmp_path / 'd.jsonl').write_text('\n'.join(map(json.dumps, records)))
+  table = pyarrow.Table.from_pylist(records)
+  parquet.write_table(table, tmp_path / 'd.parquet', row_group_size=7)
+  from_lines, from_parquet = (
+    list(
+      PromptSet(
+        {'d': dict(source=source)}, tokenizer=tokenizer, max_tokens=64, root=tmp_path
+      ).all()
+    )
+    for source in ('d.jsonl', 'd.parquet')
+  )
+  assert len(from_lines) == len(from_parquet) == 50
+  for a, b in zip(from_lines, from_parquet, strict=True):
+    assert a.tokens.tolist() == b.tokens.tolist()
+    assert (a.id, a.text, a.answer, a.meta) == (b.id, b.text, b.answer, b.meta)
+
+
+def test_a_bad_row_or_file_of_parquet_is_named(tmp_path, tokenizer):
+  records = [dict(prompt='a', answer='1'), dict(prompt='b', answer=None)]
+  parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / 'row.parquet')
+  (tmp_path / 'file.parquet').write_text('PAR1')
+
+  def open_it(source):
+    given = dict(tokenizer=tokenizer, max_tokens=64, root=tmp_path)
+    return lambda: PromptSet({'d': dict(source=source)}, **given)
+
+  assert 'row.parquet, row 1: ' in refusal(open_it('row.parquet'))
+  assert 'file.parquet: not parquet' in refusal(open_it('file.parquet'))
+
+
+def test_a_generator_is_called_with_its_options(tmp_path, tokenizer, monkeypatch):
+  (tmp_path / 'made_of_sums.py').write_text(
+    'class Sums:\n'
+    '  def __init__(self, count, add): self.count, self.add = count, add\n'
+    '  def __len__(self): return self.count\n'
+    '  def __getitem__(self, i):\n'
+    '    return dict(prompt=f"{i}+{self.add}=", answer=i + self.add, terms=2)\n'
+    'def sums(count, add=1): return Sums(count, add)\n'
+    'def moody():\n'
+    '  import itertools\n'
+    '  class Moody(list):\n'
+    '    n = itertools.count()\n'
+    '    def __getitem__(self, i): return dict(prompt=str(next(self.n)), answer=1)\n'
+    '  return Moody([0])\n'
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+
+  def opened(function, **options):
+    dataset = dict(source=f'made_of_sums:{function}', options=options)
+    return PromptSet({'d': dataset}, tokenizer=tokenizer, max_tokens=64)
+
+  prompt = opened('sums', count=5, add=3).get('d', 4)
+  assert (prompt.id, prompt.answer, prompt.meta) == ('d/4', 7, dict(terms=2))
+  assert 'count' in refusal(lambda: opened('sums'))
+  assert "'cuont'" in refusal(lambda: opened('sums', cuont=2))
+  assert '0 prompts read' in refusal(lambda: opened('sums', count=0))
+  assert 'record 0 differs' in refusal(lambda: opened('moody'))
+
+
+def test_reasoning_gym_is_graded_by_its_own_scorer(tokenizer):
+  def opened():
+    options = dict(size=6, max_animals=3)  # without a seed: it is 0
+    dataset = dict(source='reasoning_gym:leg_counting', options=options)
+    return PromptSet({'legs': dataset}, tokenizer=tokenizer, max_tokens=999)
+
+  first, second = list(opened().all()), list(opened().all())
+  assert len(first) == 6
+  assert [p.text for p in first] == [p.text for p in second]
+  for prompt in first:
+    assert prompt.meta['reasoning_gym'] == 'leg_counting'
+    assert prompt.meta['entry']['question'] in prompt.text
+    assert prompt.reward == 'reasoning_gym'
+    grade = rewards.resolve(prompt.reward)
+    assert grade(prompt.answer, prompt) == 1
+    assert grade(str(int(prompt.answer) + 1), prompt) < 1
+
+
+# The tokenizer's other duties.
+
+
+def test_stop_ids_are_those_of_tokenizer_and_generation_config(tokenizer):
+  assert prompts.stop_ids(tokenizer, None) == (END,)
+  assert prompts.stop_ids(tokenizer, {}) == (END,)
+  assert prompts.stop_ids(tokenizer, dict(eos_token_id=9)) == (END, 9)
+  assert prompts.stop_ids(tokenizer, dict(eos_token_id=[9, END, 1])) == (1, END, 9)
+  assert prompts.stop_ids(tokenizer, dict(eos_token_id=None)) == (END,)
+
+
+@pytest.mark.parametrize(
+  'tokens, text',
+  [
+    ([*ids('a  b'), END], 'a  b'),
+    (ids('a .'), 'a .'),  # cut at its limit: nothing to take away
+    ([*ids('a'), USER], 'a<|user|>'),  # not an end of this run
+    ([*ids('a'), END, END], 'a<|end|>'),  # one token ends an answer
+    ([END], ''),
+    ([], ''),
+  ],
+)
+def test_graders_see_the_answer_without_what_ended_it(tokenizer, tokens, text):
+  tokens = np.array(tokens, np.int32)
+  assert prompts.answer_text(tokenizer, tokens, (END,)) == text
+
+
+def test_a_tokenizer_is_loaded_from_its_folder_or_named_as_absent(tmp_path):
+  build_byte_tokenizer(tmp_path / 'bytes')
+  assert prompts.load_tokenizer(tmp_path / 'bytes')('a').input_ids == ids('a')
+  (tmp_path / 'empty').mkdir()
+  message = refusal(lambda: prompts.load_tokenizer(tmp_path / 'empty'))
+  assert f'{tmp_path / "empty"}: none in the folder' in message
+  message = refusal(lambda: prompts.load_tokenizer(tmp_path / 'absent'))
+  assert message.endswith('absent: no such folder')

@@ -1,0 +1,345 @@
+r"""Verifiers give what arithmetic and the table of public faults say.
+
+F and G cases: each row has the right value from the mathematics.
+"""
+
+import concurrent.futures
+import sys
+
+import numpy as np
+import pytest
+import reasoning_gym
+
+from jaxrl_sched.host import rewards
+from jaxrl_sched.types import Prompt
+
+
+def prompt(answer=None, *, reward='', max_reward=1.0, **meta) -> Prompt:
+  return Prompt(
+    id='toy/0',
+    dataset='toy',
+    index=0,
+    tokens=np.array([1], np.int32),
+    text='?',
+    answer=answer,
+    reward=reward,
+    max_reward=max_reward,
+    meta=meta,
+  )
+
+
+def score(name, text, answer=None, **kwargs) -> float:
+  value = rewards.REWARDS[name](text, prompt(answer, **kwargs))
+  assert isinstance(value, float)
+  return value
+
+
+# --- final_number
+
+
+@pytest.mark.parametrize(
+  'answer, text, right',
+  [
+    (42, 'so it is 42', 1),
+    (42.0, '42', 1),  # F2
+    ('42', '42.0', 1),
+    (0.5, 'half: 0.5', 1),
+    (0.5, '.50', 1),
+    (-3, 'gives -3.', 1),
+    (-3, 'gives \u22123', 1),
+    (1e3, '1000', 1),
+    ('1e3', '1,000', 1),
+    ('1,234,567', '1234567', 1),
+    ('1234567', 'about $1,234,567.00!', 1),
+    (1000, r'\boxed{1{,}000}', 1),
+    (5, '10-5', 1),  # an operator is no sign
+    (-5, '10-5', 0),
+    (-5, '= -5', 1),
+    (-5, r'\boxed{-5}', 1),
+    (4, '1, 2, 3, 4', 1),
+    (2345, '1,2345', 1),  # no thousands: two numbers
+    (100, 'in 2020,100', 1),
+    (1000, '1 000', 0),
+    (42, '42 of 43', 0),  # the last one counts
+    (4, '3/4', 0),  # one number, not two
+    ('3/4', 'it is 3/4.', 1),
+    (0.75, '3/4', 1),
+    (2, 'H2', 0),
+    (5, '5cm', 1),
+    (7, 'none', 0),
+    (7, '', 0),
+    (7, '7/0', 0),
+    (0.1, '0.1', 1),
+    (0.1, '0.1000000000000000055511151231257827', 0),  # exact, not in doubles
+    (12345678901234567890, '12345678901234567891', 0),
+    (7, '1e999999999999', 0),
+    (7, '9' * 5000, 0),
+    (0, '٣', 0),
+  ],
+)
+def test_the_last_number_is_compared_exactly(answer, text, right):
+  """F2."""
+  assert score('final_number', text, answer) == right
+
+
+@pytest.mark.parametrize('name', ['final_number', 'exact', 'math'])
+@pytest.mark.parametrize('answer', [True, False, None, [], '', '  ', float('nan')])
+def test_answers_that_cannot_be_compared_are_refused_at_load(name, answer):
+  """F2."""
+  with pytest.raises(ValueError, match='expected a'):
+    rewards.check_answer(name, answer)
+  with pytest.raises(ValueError, match='expected a'):
+    score(name, '1', answer)
+
+
+@pytest.mark.parametrize('name', ['final_number', 'exact', 'math'])
+@pytest.mark.parametrize('answer', [42, 42.0, 0.5, -3, 1e3, '42'])
+def test_numbers_of_json_are_answers_like_any_other(name, answer):
+  """F2."""
+  rewards.check_answer(name, answer)
+  text = {0.5: '0.5', -3: '-3', 1e3: '1000'}.get(answer, '42')
+  assert score(name, text, answer) == 1
+
+
+def test_a_word_is_no_answer_to_a_number():
+  with pytest.raises(ValueError, match="'forty-two' for reward 'final_number'"):
+    rewards.check_answer('final_number', 'forty-two')
+
+
+def test_what_meta_lacks_is_refused_at_load():
+  with pytest.raises(ValueError, match=r"'countdown' needs meta\['target'\]"):
+    rewards.check_meta('countdown', {'numbers': [1]})
+  with pytest.raises(ValueError, match='expected a regular expression'):
+    rewards.check_meta('format', {'pattern': '('})
+  rewards.check_meta('final_number', {})
+
+
+# --- exact, format
+
+
+def test_exact_ignores_white_space_around_and_nothing_else():
+  assert score('exact', ' a b\n', 'a b') == 1
+  assert score('exact', 'a  b', 'a b') == 0
+  assert score('exact', 'A b', 'a b') == 0
+
+
+def test_format_wants_the_whole_text_across_lines():
+  pattern = r'<think>.*</think>\d+'
+  assert score('format', '<think>a\nb</think>12', pattern=pattern) == 1
+  assert score('format', '<think>a\nb</think>12 ', pattern=pattern) == 0
+
+
+def test_what_is_right_earns_the_declared_maximum():
+  assert score('exact', 'a', 'a', max_reward=2.5) == 2.5
+  assert score('exact', 'a', 'a', max_reward=None) == 1.0
+
+
+# --- math
+
+TABLE = [
+  (r'\frac12', r'\dfrac{1}{2}', 1),
+  (r'\frac{1}{2}', '0.5', 1),
+  ('1,000', '1000', 1),
+  ('1{,}000', '1000', 1),
+  ('5', r'5\text{ cm}', 1),
+  (r'90^\circ', '90', 1),
+  ('(1,2)', '(2,1)', 0),
+  ('[0,1)', '[0,1]', 0),
+  (r'2\sqrt{3}', r'\sqrt{12}', 1),
+  ('x^2+2x+1', '(x+1)^2', 1),
+  (r'\text{13}', '13', 1),
+  ('4', r'4\sqrt{2}', 0),
+  ('-5', '\u22125', 1),
+  ('10^{6}', '1e6', 1),
+  (r'1\frac{1}{2}', r'\frac{3}{2}', 1),
+  ('33.3', r'\frac{100}{3}', 0),
+  (r'\text{(B)}', 'B', 1),
+  ('x=5', '5', 1),
+  ('12345678901234567890', '12345678901234567891', 0),
+]
+
+
+@pytest.mark.parametrize('gold, guess, right', TABLE)
+@pytest.mark.parametrize('boxed_gold', [True, False])
+def test_the_table_of_expressions(gold, guess, right, boxed_gold):
+  """G6."""
+  gold = f'\\boxed{{{gold}}}' if boxed_gold else gold
+  assert score('math', f'so \\boxed{{{guess}}}.', gold) == right
+
+
+@pytest.mark.parametrize(
+  'text, gold, right',
+  [
+    (r'so \boxed{\frac{1}{3}}', r'\frac13', 1),  # G2
+    (r'\boxed{\sqrt{\frac{2}{3}}}', r'\sqrt{2/3}', 1),
+    (r'\boxed{\text{A}}', 'A', 1),
+    (r'\boxed{42', '42', 0),
+    (r'\boxed{42} no, \boxed{42', '42', 0),
+    (r'\boxed 5', '5', 1),
+    (r'First \boxed{1}. Correction: \boxed{7}', '7', 1),  # G3
+    (r'\boxed{1} or \boxed{7} or \boxed{9}', '7', 0),
+    (r'\boxed{7} ... \boxed{9}', '7', 0),
+    (r'\boxed{\{1,2\}}', r'\{2,1\}', 1),  # G5
+    (r'\boxed{\{1\}}', r'\{1,2\}', 0),
+    (r'\boxed{\{1,2,3\}}', r'\{1,2\}', 0),
+    (r'\boxed{1728}', '1331 and 1728', 0),
+    (r'\boxed{1/2^{98}}', '1/2^{99}', 0),  # G4
+    (r'\boxed{\frac{1}{2006!}}', r'\frac{1}{2004!}', 0),
+    (r'\boxed{\frac{1}{2004!}}', r'\frac{1}{2004!}', 1),
+    (r'\boxed{0}', '10^{-10}', 0),
+    (r'\boxed{\sqrt{3}/10^{20}}', r'\sqrt{2}/10^{20}', 0),
+    (r'\boxed{\sqrt{8}/10^{20}}', r'2\sqrt{2}/10^{20}', 1),
+    (r'\boxed{0.333333}', r'\frac{1}{3}', 0),
+    (r'\boxed{}', '1', 0),
+    ('', '1', 0),
+    ('2', '2', 1),  # no box: the whole text
+    ('I do not know', '2', 0),
+  ],
+)
+def test_the_last_box_counts_and_counts_whole(text, gold, right):
+  """G2 to G5."""
+  assert score('math', text, gold) == right
+
+
+def test_maths_is_graded_on_any_thread():
+  """G1: math-verify 0.9.0 raises here with its default settings."""
+  with concurrent.futures.ThreadPoolExecutor(1) as threads:
+    assert threads.submit(score, 'math', r'\boxed{\frac{4}{2}}', '2').result() == 1
+
+
+@pytest.mark.parametrize(
+  'attack',
+  [
+    '__import__("pathlib").Path("MARKER").touch()',
+    r'\text{open("MARKER","w")}',
+    '(lambda: exit())()',
+    'open("MARKER","w")',
+    'raise SystemExit',
+  ],
+)
+@pytest.mark.parametrize('name', ['math', 'countdown', 'final_number', 'reasoning_gym'])
+def test_text_of_the_model_is_never_run(attack, name, tmp_path, monkeypatch):
+  """G7."""
+  monkeypatch.chdir(tmp_path)
+  metas = [dict(numbers=[1, 2], target=3)]
+  if name == 'reasoning_gym':
+    metas = [
+      dict(reasoning_gym=dataset, entry=gym_entry(dataset))
+      for dataset in sorted(rewards._GYM_EVAL | rewards._GYM_SYMPY)
+    ]
+  for meta in metas:
+    for text in (attack, f'\\boxed{{{attack}}}', f'<answer>{attack}</answer>'):
+      # 0.1: what some datasets give for any answer at all.
+      assert score(name, text, '2', **meta) <= 0.1
+  assert list(tmp_path.iterdir()) == []
+  assert score('math', r'\boxed{2}', '3') == 0
+
+
+# --- countdown
+
+
+@pytest.mark.parametrize(
+  'text, right',
+  [
+    ('3*4+2', 1),
+    ('<answer>(3 × 4) + 2</answer>', 1),
+    ('Let me see.\nAnswer: 2+3*4 = 14', 1),
+    (r'\boxed{3 \cdot 4 + 2}', 1),
+    ('-2+4*4', 0),  # one 4 only
+    ('4*3-(-2)', 1),
+    ('28/2', 0),  # not a number given
+    ('14', 0),
+    ('6*2+2', 0),
+    ('2+3', 0),
+    ('3*4+', 0),
+    ('3*(4+2', 0),
+    ('3 4 2', 0),
+    ('3**4', 0),
+    ('3/(2-2)', 0),
+    ('(' * 5000 + '1', 0),
+    ('-' * 5000 + '1', 0),
+    ('', 0),
+  ],
+)
+def test_countdown_counts_numbers_and_value(text, right):
+  assert score('countdown', text, numbers=[2, 3, 4], target=14) == right
+
+
+def test_countdown_is_exact_in_fractions():
+  # 8 / (3 - 8/3) = 24: in doubles 23.999999999999996.
+  assert score('countdown', '8/(3-8/3)', numbers=[3, 3, 8, 8], target=24) == 1
+
+
+# --- reasoning_gym
+
+
+def gym_entry(dataset):
+  return reasoning_gym.create_dataset(dataset, size=1, seed=1)[0]
+
+
+@pytest.mark.parametrize(
+  'dataset',
+  ['chain_sum', 'puzzle24', 'countdown', 'simple_integration', 'spiral_matrix']
+  + ['polynomial_multiplication', 'string_insertion', 'n_queens', 'binary_matrix'],
+)
+def test_a_reference_answer_of_reasoning_gym_scores_one(dataset):
+  entry = gym_entry(dataset)
+  if dataset == 'puzzle24':  # its entries have no reference answer
+    entry['metadata']['numbers'] = [1, 2, 3, 4]
+    entry['answer'] = '1*2*3*4'
+  meta = dict(reasoning_gym=dataset, entry=entry)
+  text = f'I think <answer>no</answer>, no: <answer>{entry["answer"]}</answer>'
+  assert score('reasoning_gym', text, **meta) == 1
+  assert score('reasoning_gym', '<answer>no</answer>', **meta) < 1
+
+
+# --- by name
+
+
+def test_a_function_of_the_users_is_found_by_its_path(tmp_path, monkeypatch):
+  (tmp_path / 'my_rewards.py').write_text('def half(text, prompt):\n  return 0.5\n')
+  monkeypatch.syspath_prepend(tmp_path)
+  assert rewards.resolve('my_rewards:half')('', prompt()) == 0.5
+  with pytest.raises(ValueError, match="'my_rewards:third' cannot be imported"):
+    rewards.resolve('my_rewards:third')
+  with pytest.raises(ValueError, match='expected a function'):
+    rewards.resolve('my_rewards:__name__')
+
+
+@pytest.mark.parametrize(
+  'name, near', [('final_numbr', 'final_number'), ('maths', 'math'), ('', 'math')]
+)
+def test_an_unknown_name_is_refused_with_the_nearest_known(name, near):
+  with pytest.raises(ValueError, match=f"reward '{name}' is unknown.*") as error:
+    rewards.resolve(name)
+  assert near in str(error.value)
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+  monkeypatch.setattr(sys, 'path', [])
+  monkeypatch.delitem(sys.modules, 'math_verify', raising=False)
+  sys.path_importer_cache.clear()
+  with pytest.raises(ValueError, match="needs math_verify: install the extra 'math'"):
+    rewards.resolve('math')
+
+
+def test_every_name_resolves_to_itself():
+  for name, verifier in rewards.REWARDS.items():
+    assert rewards.resolve(name) is verifier
+
+
+# --- shaping
+
+
+def test_the_overlong_penalty_is_counted_in_tokens():
+  """A10."""
+  penalty = rewards.overlong_penalty(
+    np.array([1, 48, 56, 64, 80]), limit=64, buffer=16, factor=1.0
+  )
+  assert penalty.dtype == np.float32
+  np.testing.assert_array_equal(penalty, [0, 0, -0.5, -1, -1])
+
+
+def test_an_overlong_buffer_that_does_not_fit_is_refused():
+  with pytest.raises(ValueError, match='buffer=65'):
+    rewards.overlong_penalty(np.array([1]), limit=64, buffer=65, factor=1.0)
