@@ -57,7 +57,8 @@ def warm_start(c: ConfigDict) -> None:
   )
   for dataset in c.prompts.datasets.values():
     dataset.options.update(count=40_000, seed=7, direct=0.6)
-  c.scheduler = dict(groups_per_step=64, group_size=1, dynamic_sampling=False)
+  c.scheduler = dict(groups_per_step=128, group_size=1, dynamic_sampling=False)
+  c.loss.tis_cap = None
   c.optimizer = dict(
     learning_rate=2e-3, warmup_steps=50, schedule='cosine', weight_decay=0.01
   )

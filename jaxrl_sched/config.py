@@ -23,7 +23,6 @@ import typing
 from typing import Any
 
 from ml_collections import ConfigDict
-from transformers import PreTrainedTokenizerBase
 
 from jaxrl_sched.control.draws import Draws
 from jaxrl_sched.control.scheduler import Scheduler
@@ -34,7 +33,7 @@ from jaxrl_sched.device.engine import DeviceEngine
 from jaxrl_sched.device.learner import Learner, Loss, make_optimizer
 from jaxrl_sched.device.mesh import make_mesh
 from jaxrl_sched.device.model import ModelConfig
-from jaxrl_sched.device.prompts import PromptSet, load_tokenizer, stop_ids
+from jaxrl_sched.device.prompts import PromptSet, Tokenizer, load_tokenizer, stop_ids
 from jaxrl_sched.device.references import References
 from jaxrl_sched.device.sampler import Sampler
 from jaxrl_sched.device.tokenizers import build_byte_tokenizer
@@ -297,7 +296,7 @@ class Run:
   """What a config names, but for what lies on devices."""
 
   c: dict[str, Any]
-  tokenizer: PreTrainedTokenizerBase
+  tokenizer: Tokenizer
   model: Model
   prompts: PromptSet
   held_out: PromptSet | None
@@ -354,7 +353,10 @@ def prepare(c: dict[str, Any]) -> Run:
       **c['prompts'] | {'datasets': evaluate.datasets}, tokenizer=tokenizer
     )
   sampling = Sampling(
-    **c['sampling'], stop_ids=stop_ids(tokenizer, _generation_config(model))
+    **c['sampling'],
+    stop_ids=stop_ids(
+      tokenizer, weights.generation_config(model.path) if model.path else None
+    ),
   )
   draws = Draws(prompts.sizes, prompts.weights, seed=c['seed'])
   scheduler = Scheduler(draws, prompts.get, sampling, **c['scheduler'])
@@ -409,6 +411,9 @@ def _check_numbers(c: dict[str, Any]) -> None:
     dynamic = c['scheduler'].get('dynamic_sampling', True)
     expected = 'False, as there is a teacher'
     need(not dynamic, 'scheduler.dynamic_sampling', dynamic, expected)
+    # Nobody sampled the references: there is no importance to truncate.
+    cap = Loss(**c['loss']).tis_cap
+    need(cap is None, 'loss.tis_cap', cap, 'None, as there is a teacher')
 
   mesh = {'data': 1, 'fsdp': 1, 'model': 1} | (c['mesh'] or {})
   parts = mesh['data'] * mesh['fsdp']
@@ -463,7 +468,7 @@ def _check_choices(c: dict[str, Any], need: Callable) -> None:
     need(good, 'evaluate.k', k, f'1 to evaluate.samples={e.samples}')
 
 
-def _open_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+def _open_tokenizer(model: Model) -> Tokenizer:
   if (model.path is None) == (model.init is None):
     raise ValueError('config.model: expected either path or init')
   name = model.tokenizer or model.path
@@ -476,12 +481,7 @@ def _open_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     return load_tokenizer(folder)
 
 
-def _generation_config(model: Model) -> dict[str, Any] | None:
-  file = pathlib.Path(model.path or '') / 'generation_config.json'
-  return json.loads(file.read_text()) if model.path and file.is_file() else None
-
-
-def fresh_model(model: Model, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+def fresh_model(model: Model, tokenizer: Tokenizer) -> ModelConfig:
   """The shape of `model.init`; the vocabulary is the tokenizer's, unless given."""
   known = len(tokenizer)
   settings = {'vocab_size': known, 'known_tokens': known, 'dtype': model.dtype}

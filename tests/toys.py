@@ -35,7 +35,7 @@ TABLE = ModelConfig(
   d_ff=2,
   layers=1,
   heads=2,
-  kv_heads=1,
+  kv_heads=2,
   head_dim=2,
   tied=False,
 )

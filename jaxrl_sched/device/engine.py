@@ -206,6 +206,9 @@ class DeviceEngine:
         ]
       )
       metrics |= {'lag/mean': float(lags.mean()), 'lag/max': int(lags.max())}
+      if self._teacher is not None:
+        # References carry log-probs of 0, so the gap to them is the likelihood.
+        metrics['nll'] = metrics['mismatch/logp_abs_mean']
       if self._teacher is not None or not (lags == 0).any():
         # No answer of the current weights, so no gap between sampler and learner.
         metrics = {k: v for k, v in metrics.items() if not k.startswith('mismatch/')}

@@ -102,7 +102,15 @@ def make_optimizer(
   return adamw, rate
 
 
-def token_logps(hidden, kernel, config: ModelConfig, targets, *, temperature=1.0):
+def token_logps(
+  hidden,
+  kernel,
+  config: ModelConfig,
+  targets,
+  *,
+  temperature=1.0,
+  at_once: int = LOGITS_AT_ONCE,
+):
   """log p(target) and entropy under softmax(logits / temperature), a part at a time.
 
   [B, T, V] is never whole in float32, forward or backward: places are cut along T
@@ -110,12 +118,13 @@ def token_logps(hidden, kernel, config: ModelConfig, targets, *, temperature=1.0
 
   Args:
     hidden: [B, T, D]. kernel: [D, V]. targets: [B, T] int32.
+    at_once: elements of [B, t, V] that a part holds in float32.
 
   Returns:
     log-probs and entropies, each [B, T] float32.
   """
   b, t, d = hidden.shape
-  most = max(1, LOGITS_AT_ONCE // (b * config.vocab_size))
+  most = max(1, at_once // (b * config.vocab_size))
   part = next(n for n in range(min(t, most), 0, -1) if t % n == 0)
 
   @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -221,6 +230,8 @@ class Learner:
         f'learner.rows: {rows}, expected a multiple of data * fsdp = '
         f'{meshes.size(mesh, "rows")}'
       )
+    if not temperature > 0:
+      raise ValueError(f'learner.temperature: {temperature}, expected above 0')
     self.rows, self.row_tokens, self.loss = rows, row_tokens, loss
     self._optimizer, self._rate = make_optimizer(**optimizer)
     shapes, axes = model_lib.abstract(config)
@@ -267,7 +278,7 @@ class Learner:
     self._add = jax.jit(add, donate_argnums=0, out_shardings=(at, whole))
     self._apply = jax.jit(
       self._apply_gradient,
-      donate_argnums=(0, 1),
+      donate_argnums=0,
       out_shardings=(self._state_at, whole),
     )
 

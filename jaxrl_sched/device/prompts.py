@@ -20,7 +20,8 @@ from typing import Any
 import grain
 import jinja2
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from jaxrl_sched.device.sources import Source, nearest, open_source
 from jaxrl_sched.device.tokenizers import Template
@@ -88,7 +89,7 @@ class PromptSet:
     self,
     datasets: dict[str, dict[str, Any]],
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     template: str = 'chat',
     system: str | None = None,
     max_tokens: int,
@@ -306,7 +307,7 @@ def _check_messages(messages: Any, wrong: Callable[[str], ValueError]) -> None:
     raise wrong("messages: the last is the assistant's, expected to end before it")
 
 
-def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
   """The tokenizer in a folder, or of a hub id."""
   path = os.path.expanduser(path)
   if path.startswith(('/', '.')) and not os.path.isdir(path):
@@ -321,7 +322,7 @@ def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
 
 
 def stop_ids(
-  tokenizer: PreTrainedTokenizerBase, generation_config: dict[str, Any] | None
+  tokenizer: Tokenizer, generation_config: dict[str, Any] | None
 ) -> tuple[int, ...]:
   """Ids that end an answer: the tokenizer's and the generation config's, ascending."""
   ids = set()
@@ -332,7 +333,7 @@ def stop_ids(
 
 
 def answer_text(
-  tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids: tuple[int, ...]
+  tokenizer: Tokenizer, tokens: np.ndarray, stop_ids: tuple[int, ...]
 ) -> str:
   """An answer as graders see it.
 

@@ -5,7 +5,6 @@ more than a shard is held. Every tensor is used and every parameter filled, or t
 error names those that are not.
 """
 
-from collections.abc import Callable, Iterator
 import contextlib
 import json
 import math
@@ -23,38 +22,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_sched.device import hf_config, model
+from jaxrl_sched.device import hf_config, hf_tensors, model
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.prompts import load_tokenizer, stop_ids
 
 _ONE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
-_STORED = {'F32': np.float32, 'BF16': jax.numpy.bfloat16, 'F16': np.float16}
+_STORED = ('F32', 'BF16', 'F16')
 
-# Our parameter, its name in the file, and what the axes of that tensor are made of:
-# ((1, 2), (0,)) is a matrix whose rows are our axes 1 and 2 and whose columns are our
-# axis 0, the stacked axis L not counted.
-_OUTSIDE = {
-  'embed': ('model.embed_tokens.weight', ((0,), (1,))),
-  'norm.scale': ('model.norm.weight', ((0,),)),
-  'head': ('lm_head.weight', ((1,), (0,))),
-}
-_IN_LAYER = {
-  'attn_norm.scale': ('input_layernorm.weight', ((0,),)),
-  'attn.q': ('self_attn.q_proj.weight', ((1, 2), (0,))),
-  'attn.k': ('self_attn.k_proj.weight', ((1, 2), (0,))),
-  'attn.v': ('self_attn.v_proj.weight', ((1, 2), (0,))),
-  'attn.o': ('self_attn.o_proj.weight', ((2,), (0, 1))),
-  'attn.q_bias': ('self_attn.q_proj.bias', ((0, 1),)),
-  'attn.k_bias': ('self_attn.k_proj.bias', ((0, 1),)),
-  'attn.v_bias': ('self_attn.v_proj.bias', ((0, 1),)),
-  'attn.q_norm.scale': ('self_attn.q_norm.weight', ((0,),)),
-  'attn.k_norm.scale': ('self_attn.k_norm.weight', ((0,),)),
-  'mlp_norm.scale': ('post_attention_layernorm.weight', ((0,),)),
-  'mlp.gate': ('mlp.gate_proj.weight', ((1,), (0,))),
-  'mlp.up': ('mlp.up_proj.weight', ((1,), (0,))),
-  'mlp.down': ('mlp.down_proj.weight', ((1,), (0,))),
-}
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -125,7 +100,7 @@ def load(
     _check(stored, config, shapes, where)
 
     def place(path, shape, sharding):
-      read = _reader(_dotted(path), shape.shape, stored)
+      read = hf_tensors.reader(hf_tensors.dotted(path), shape.shape, stored)
       array = jax.make_array_from_callback(shape.shape, sharding, read)
       return array.block_until_ready()  # so that one parameter at a time is on the host
 
@@ -261,7 +236,7 @@ def _some(names: set[str]) -> str:
 
 def _check(stored: dict[str, Any], config: ModelConfig, shapes, where) -> None:
   """Every tensor has a use, every parameter a tensor of its shape and a float."""
-  expected = {name: shape for name, shape, *_ in _tensors(config, shapes)}
+  expected = {t.name: t.shape for t in hf_tensors.tensors(config, shapes)}
   # Old files hold a table that follows from the config.
   there = {name for name in stored if not name.endswith('rotary_emb.inv_freq')}
   if config.tied and 'lm_head.weight' in there:
@@ -291,100 +266,38 @@ def _check_tied(stored: dict[str, Any], where: pathlib.Path) -> None:
     )
 
 
-def _tensors(config: ModelConfig, shapes: dict) -> Iterator[tuple]:
-  """Of each tensor in the file: name, shape there, our parameter, layer or None."""
-  ours = {
-    _dotted(path): shape.shape
-    for path, shape in jax.tree_util.tree_flatten_with_path(shapes)[0]
-  }
-
-  def theirs(shape, groups):
-    return tuple(math.prod(shape[axis] for axis in group) for group in groups)
-
-  for key, (name, groups) in _OUTSIDE.items():
-    if key in ours:
-      yield name, theirs(ours[key], groups), key, None
-  for layer in range(config.layers):
-    for key, (name, groups) in _IN_LAYER.items():
-      key = f'blocks.{key}'
-      if key in ours:
-        shape = theirs(ours[key][1:], groups)
-        yield f'model.layers.{layer}.{name}', shape, key, layer
-
-
-def _dotted(path) -> str:
-  return '.'.join(entry.key for entry in path)
-
-
-def _reader(key: str, shape, stored) -> Callable[[tuple[slice, ...]], np.ndarray]:
-  """A function from an index into our parameter to its values."""
-  seen = {}  # devices with the same part share it
-
-  def read(index):
-    bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-    if bounds not in seen:
-      if key in _OUTSIDE:
-        name, groups = _OUTSIDE[key]
-        seen[bounds] = _cut(stored[name], groups, shape, bounds)
-      else:
-        name, groups = _IN_LAYER[key.removeprefix('blocks.')]
-        part = np.empty([stop - start for start, stop in bounds], np.float32)
-        for i, layer in enumerate(range(*bounds[0])):
-          tensor = stored[f'model.layers.{layer}.{name}']
-          part[i] = _cut(tensor, groups, shape[1:], bounds[1:])
-        seen[bounds] = part
-    return seen[bounds]
-
-  return read
-
-
-def _cut(tensor, groups, shape, bounds) -> np.ndarray:
-  """The part of our array within bounds, float32, from a tensor of the file."""
-  rows, split, rest = [], [], []
-  for first, *inner in groups:
-    width = math.prod(shape[axis] for axis in inner)
-    start, stop = bounds[first]
-    rows.append(slice(start * width, stop * width))
-    split += [stop - start, *(shape[axis] for axis in inner)]
-    rest += [slice(None), *(slice(*bounds[axis]) for axis in inner)]
-  block = tensor[tuple(rows)].reshape(split)[tuple(rest)]
-  order = [axis for group in groups for axis in group]
-  return np.ascontiguousarray(block.transpose(np.argsort(order)), np.float32)
-
-
 def _write_tensors(config, parameters, where, stored_dtype, max_shard_bytes) -> None:
   shapes, _ = model.abstract(config)
   values = _values(parameters, shapes)
-  width = np.dtype(jax.numpy.dtype(stored_dtype)).itemsize
-  shards, total = [[]], 0
-  room = max_shard_bytes
-  for name, shape, key, layer in _tensors(config, shapes):
-    size = width * math.prod(shape)
-    total += size
-    if size > room and shards[-1]:
+  width = jax.numpy.dtype(stored_dtype).itemsize
+  shards, sizes = [[]], [0]
+  for tensor in hf_tensors.tensors(config, shapes):
+    size = width * math.prod(tensor.shape)
+    if shards[-1] and sizes[-1] + size > max_shard_bytes:
       shards.append([])
-      room = max_shard_bytes
-    room -= size
-    shards[-1].append((name, shape, key, layer))
+      sizes.append(0)
+    shards[-1].append(tensor)
+    sizes[-1] += size
   weight_map = {}
   for number, shard in enumerate(shards, 1):
     file = f'model-{number:05}-of-{len(shards):05}.safetensors'
     file = file if len(shards) > 1 else _ONE
-    tensors = {
-      name: _theirs(values[key], name, shape, key, layer, stored_dtype)
-      for name, shape, key, layer in shard
-    }
-    save_file(tensors, where / file, metadata={'format': 'pt'})
-    weight_map |= dict.fromkeys(tensors, file)
+    stored = {}
+    for tensor in shard:
+      stored[tensor.name] = hf_tensors.theirs(tensor, values[tensor.key], stored_dtype)
+      if not np.isfinite(stored[tensor.name]).all():
+        raise ValueError(f'export: {tensor.name} is not finite in {stored_dtype}')
+    save_file(stored, where / file, metadata={'format': 'pt'})
+    weight_map |= dict.fromkeys(stored, file)
   if len(shards) > 1:
-    index = {'metadata': {'total_size': total}, 'weight_map': weight_map}
+    index = {'metadata': {'total_size': sum(sizes)}, 'weight_map': weight_map}
     _write_json(where / _INDEX, index)
 
 
 def _values(parameters: dict, shapes: dict) -> dict[str, Any]:
   flat = [
     {
-      _dotted(path): leaf
+      hf_tensors.dotted(path): leaf
       for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
     for tree in (parameters, shapes)
@@ -400,20 +313,6 @@ def _values(parameters: dict, shapes: dict) -> dict[str, Any]:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       raise ValueError(f'export: {key} lies on devices of other processes, too')
   return flat[0]
-
-
-def _theirs(value, name, shape, key, layer, stored_dtype) -> np.ndarray:
-  if layer is None:
-    groups = _OUTSIDE[key][1]
-  else:
-    groups = _IN_LAYER[key.removeprefix('blocks.')][1]
-    value = value[layer]
-  order = [axis for group in groups for axis in group]
-  with np.errstate(over='ignore'):  # said below
-    array = np.asarray(value).transpose(order).reshape(shape).astype(stored_dtype)
-  if not np.isfinite(array).all():
-    raise ValueError(f'export: {name} is not finite in {stored_dtype}')
-  return np.ascontiguousarray(array)
 
 
 def _json(file: pathlib.Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def zoo() -> list:
       draw,
       rng.integers(300, size=1 + draw % 12),
       int(size),
-      max_new_tokens=1 + (3 + 5 * draw) % 14,
+      max_new_tokens=4 + (5 * draw) % 11,
       stop_ids=STOPS[: 1 + draw % 8],
       **hows[draw % 5],
     )
@@ -205,12 +205,14 @@ def test_a_crowd_equals_a_slow_loop_over_whole_rows(parameters, crowd):
   """300 answers in 8 slots; also B3: each log-prob is of its own token."""
   expected = slow_answers(parameters, zoo())
   assert len(crowd) == len(expected) == 300
+  doubtful = 0
   for c, (tokens, logps, finish) in zip(crowd, expected, strict=True):
     assert c.tokens.tolist() == tokens.tolist(), (c.draw, c.answer)
     assert c.finish == finish, (c.draw, c.answer)
     known = np.isfinite(logps)
-    assert known.mean() >= 0.9
+    doubtful += np.sum(~known)
     np.testing.assert_allclose(c.logps[known], np.array(logps)[known], atol=1e-4)
+  assert doubtful < 20
   ends = [c.finish for c in crowd]
   assert ends.count('stop') > 30 and ends.count('length') > 30  # both were put to test
 
@@ -299,7 +301,7 @@ def test_no_mix_of_requests_compiles_after_warm_up(warm, parameters):
       draw,
       rng.integers(300, size=rng.integers(1, 41)),
       int(rng.integers(1, 20)),
-      max_new_tokens=int(rng.integers(1, 58)),
+      max_new_tokens=int(rng.integers(4, 61)),
       temperature=float(rng.choice([0, 0.5, 1, 3])),
       top_k=int(rng.choice([-1, 0, 1, 50])),
       top_p=float(rng.choice([1, 0.9])),

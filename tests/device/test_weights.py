@@ -1,5 +1,6 @@
 """Folders that transformers wrote, read by us; ours, read by transformers."""
 
+import itertools
 import json
 import pathlib
 import shutil
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import torch
 import transformers
 
-from jaxrl_sched.device import hf_config, model, weights
+from jaxrl_sched.device import hf_config, hf_tensors, model, weights
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.tokenizers import build_byte_tokenizer
@@ -120,6 +121,20 @@ def test_each_device_gets_its_part(kind, tmp_path):
   q = spread['blocks']['attn']['q']
   layers, d, n, h = q.shape
   assert {s.data.shape for s in q.addressable_shards} == {(layers, d // 2, n // 2, h)}
+
+
+@pytest.mark.parametrize('key', ['attn.q', 'attn.o', 'attn.k_bias', 'mlp.down'])
+def test_any_part_is_that_part_of_the_whole(key, tmp_path):
+  """Whichever axes a mesh cuts, the head's width too."""
+  where = folder(tmp_path, 'qwen2')
+  stored = load_file(where / 'model.safetensors')
+  whole = weights.load(where)[1]['blocks']
+  for name in key.split('.'):
+    whole = whole[name]
+  read = hf_tensors.reader(f'blocks.{key}', whole.shape, stored)
+  halves = [(slice(0, n // 2), slice(n // 2, None)) for n in whole.shape]
+  for index in itertools.product(*halves):
+    np.testing.assert_array_equal(read(index), np.asarray(whole)[index])
 
 
 def test_shards_are_read_as_one_file_is(tmp_path):
@@ -439,7 +454,8 @@ def test_tensors_are_where_the_index_says(in_shards, tmp_path):
   assert (
     kept in said and f'not in the index model.safetensors.index.json: {name}' in said
   )
-  (elsewhere,) = set(list(index['weight_map'].values())[:1]) - {kept}
+  elsewhere = min(index['weight_map'].values())
+  assert elsewhere != kept
   index['weight_map'][name] = elsewhere
   file.write_text(json.dumps(index))
   said = refusal(where)

@@ -1,0 +1,148 @@
+"""Bad input: one line naming key, value and what was expected, before any model."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from jaxrl_sched import config, train
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMOKE = str(ROOT / 'configs' / 'smoke.py')
+
+
+def prepared(*overrides):
+  return config.prepare(config.read(SMOKE, [o.split('=', 1) for o in overrides]))
+
+
+@pytest.mark.parametrize(
+  'override, message',
+  [
+    # Unknown keys, with the nearest known one.
+    ('learnig_rate=1', "config: unknown key 'learnig_rate'"),
+    ('optimizer.learning_rat=1', "config.optimizer: unknown key 'learning_rat'; did "),
+    ('loss.clip_hi=1', "did you mean 'clip_high'"),
+    ('optimiser.eps=1', "did you mean 'optimizer'"),
+    ('evaluate.sample=3', "did you mean 'samples'"),
+    ('prompts.datasets.sums.weigth=3', "did you mean 'weight'"),
+    # Types (L1).
+    ("optimizer.learning_rate='1e-6'", "config.optimizer.learning_rate: '1e-6', "),
+    ("scheduler.groups_per_step='8'", "groups_per_step: '8', expected int"),
+    ('scheduler.groups_per_step=8.5', 'groups_per_step: 8.5, expected int'),
+    ('scheduler.dynamic_sampling=1', 'dynamic_sampling: 1, expected bool'),
+    ('seed=None', 'config.seed: None, expected int'),
+    ('optimizer.learning_rate=nan', "learning_rate: 'nan', expected float"),
+    ('optimizer=5', 'config.optimizer: 5, expected a block'),
+    # Numbers that cannot be.
+    ('scheduler.group_size=1', 'config.scheduler.group_size: 1, expected at least 2'),
+    ('sampling.max_new_tokens=0', 'max_new_tokens: 0, expected at least 1'),
+    ('sampling.top_p=0.9', 'config.sampling.top_p: 0.9, expected 1 in training'),
+    ('sampling.top_k=5', 'config.sampling.top_k: 5, expected 0 in training'),
+    ('sampling.temperature=0', 'config.sampling.temperature: 0, expected above 0'),
+    ('evaluate.temperature=0', 'config.evaluate.samples: 2, expected 1 at temperature'),
+    ('evaluate.k=(1,9)', 'config.evaluate.k: 9, expected 1 to evaluate.samples=2'),
+    ('steps=0', 'config.steps: 0, expected at least 1'),
+    ('checkpoint.keep=0', 'config.checkpoint.keep: 0, expected at least 1'),
+    ('loss.kind=ppo', "config.loss.kind: 'ppo', expected one of grpo, dapo"),
+    ('loss.kl=k4', "config.loss.kl: 'k4', expected one of k1, k2, k3"),
+    ('optimizer.schedule=step', "optimizer.schedule: 'step', expected one of"),
+    ('learner.row_tokens=16', 'learner.row_tokens: 16, expected at least'),
+    # What does not divide (L2).
+    ('mesh.data=3', 'config.sampler.slots: 16, expected a multiple of mesh.data * '),
+    ('mesh.fsdp=8', 'config.learner.rows: 4, expected a multiple of mesh.data * '),
+    # Data.
+    ('prompts.datasets.sums.source=none.jsonl', 'none.jsonl'),
+    ('prompts.datasets.sums.options.count=0', "Dataset 'sums': 0 prompts"),
+    ('prompts.datasets.sums.reward=final_numbr', 'final_number'),
+    ('prompts.max_tokens=2', '0 kept'),
+    ('prompts.datasets.sums.options.count=1', "dataset 'sums': 1 prompts kept"),  # F4
+    ('model.path=/nowhere', '/nowhere'),
+  ],
+)
+def test_bad_settings_are_refused(override, message):
+  with pytest.raises(ValueError, match=re.escape(message)) as error:
+    prepared(override)
+  assert '\n' not in str(error.value)
+
+
+def test_numbers_are_converted_exactly():
+  """L1: an int where a float is declared is that float."""
+  c = config.read(SMOKE, [('optimizer.learning_rate', '1'), ('evaluate.k', '[1, 2]')])
+  assert c['optimizer']['learning_rate'] == 1.0
+  assert isinstance(c['optimizer']['learning_rate'], float)
+  assert c['evaluate']['k'] == (1, 2)
+
+
+def test_a_block_can_be_left_out_and_put_in():
+  c = config.read(SMOKE, [('evaluate', 'None'), ('overlong.buffer', '4')])
+  assert c['evaluate'] is None
+  with pytest.raises(ValueError, match='config.overlong.factor: missing'):
+    config.read(SMOKE, [('overlong.factr', '1'), ('overlong.buffer', '4')][1:])
+
+
+def test_config_files_that_are_none(tmp_path):
+  with pytest.raises(ValueError, match='there is no file'):
+    config.read(str(tmp_path / 'none.py'))
+  bad = tmp_path / 'bad.py'
+  bad.write_text('x = 1\n')
+  with pytest.raises(ValueError, match='no get_config'):
+    config.read(str(bad))
+  bad.write_text('def get_config():\n  return 1 / 0\n')
+  with pytest.raises(ValueError, match='ZeroDivisionError'):
+    config.read(str(bad))
+  bad.write_text('def get_config():\n  return dict(seed=1)\n')
+  with pytest.raises(ValueError, match='no ConfigDict'):
+    config.read(str(bad))
+
+
+def test_an_argument_reaches_get_config():
+  warm = config.read(str(ROOT / 'configs' / 'quickstart.py') + ':warm_start')
+  assert warm['teacher'] == 'solutions'
+
+
+def test_a_workdir_of_another_config_is_refused_by_the_differing_keys(tmp_path):
+  """H7: never a mixture of two runs."""
+  config.claim(tmp_path, config.read(SMOKE))
+  config.claim(tmp_path, config.read(SMOKE))
+  config.claim(tmp_path, config.read(SMOKE, [('steps', '9'), ('checkpoint.keep', '5')]))
+  other = config.read(SMOKE, [('seed', '1'), ('loss.kind', 'grpo')])
+  with pytest.raises(ValueError) as error:
+    config.claim(tmp_path, other)
+  assert 'seed: 0 -> 1' in str(error.value)
+  assert 'loss.kind: dapo -> grpo' in str(error.value)
+  assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 0
+
+
+def test_the_command_exits_2_with_one_line(tmp_path, capsys):
+  argv = [f'--config={SMOKE}', f'--workdir={tmp_path / "w"}', '--config.lr=3']
+  assert train.main(argv) == 2
+  out = capsys.readouterr()
+  assert out.err.startswith("error: config: unknown key 'lr'")
+  assert out.err.count('\n') == 1
+  assert not (tmp_path / 'w').exists()  # nothing half written
+
+
+def test_unknown_arguments_are_refused(tmp_path, capsys):
+  assert train.main([f'--config={SMOKE}', f'--workdir={tmp_path}', '--stesp=3']) == 2
+  assert '--stesp: unknown argument' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  'lines, message',
+  [
+    ('{"prompt": "1+1=", "answer": 2}\n{"prompt": \n', 'data.jsonl:2'),
+    ('{"prompt": "1+1="}\n', 'answer'),
+    ('', 'empty'),
+    (
+      '{"id": "a", "prompt": "x", "answer": 1}\n{"id": "a", "prompt": "y", "answer": 1}',
+      "id 'a'",
+    ),
+  ],
+)
+def test_bad_data_files_are_refused_by_file_and_line(tmp_path, lines, message):
+  file = tmp_path / 'data.jsonl'
+  file.write_text(lines)
+  with pytest.raises(ValueError, match=re.escape(message)) as error:
+    prepared(f'prompts.datasets.sums.source={file}', 'prompts.datasets.sums.options={}')
+  assert 'data.jsonl' in str(error.value)

@@ -1,0 +1,215 @@
+"""The commands as people run them: the files, resume after any death, evaluation."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxrl_sched import evaluate, train
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMOKE = str(ROOT / 'configs' / 'smoke.py')
+
+
+def command(workdir, *extra, module='train', config=True):
+  named = [f'--config={SMOKE}'] if config else []
+  return [
+    sys.executable,
+    '-m',
+    f'jaxrl_sched.{module}',
+    *named,
+    f'--workdir={workdir}',
+    *extra,
+  ]
+
+
+def start(workdir, *extra):
+  return subprocess.Popen(
+    command(workdir, *extra),
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def finish(process, code=0):
+  out, _ = process.communicate(timeout=300)
+  assert process.returncode == code, out
+  return out
+
+
+def lines(workdir, name='metrics.jsonl'):
+  """What a run wrote, but for times."""
+  found = []
+  for line in (pathlib.Path(workdir) / name).read_text().splitlines():
+    line = json.loads(line)
+    found.append({k: v for k, v in line.items() if not k.startswith('time/')})
+  return found
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+  """A run that nobody stopped."""
+  workdir = tmp_path_factory.mktemp('undisturbed')
+  out = finish(start(workdir))
+  return workdir, out
+
+
+def test_a_run_leaves_what_it_promises(undisturbed):
+  workdir, out = undisturbed
+  names = {p.name for p in workdir.iterdir()}
+  assert names >= {
+    'config.json',
+    'metrics.jsonl',
+    'rollouts.jsonl',
+    'checkpoints',
+    'tensorboard',
+    'report.html',
+  }
+  metrics = lines(workdir)
+  assert [m['step'] for m in metrics] == list(range(7))
+  assert {'eval/sums/pass@1', 'eval/counting/pass@1'} <= metrics[0].keys()
+  assert 'eval/sums/pass@1' in metrics[3] and 'eval/sums/pass@1' not in metrics[1]
+  assert metrics[6].keys() == {'step'} | {k for k in metrics[6] if 'eval/' in k}
+  for key in ('reward/mean', 'pass_rate', 'loss', 'entropy', 'grad_norm', 'lr', 'kl'):
+    assert all(key in m for m in metrics[:6]), key
+  assert str(workdir) in out and 'Held-out pass rate' in out
+
+
+def test_no_step_compiles(undisturbed):
+  """Promise 3, from the first step on: all is compiled before."""
+  workdir, _ = undisturbed
+  assert [m['compile/count'] for m in lines(workdir)[:6]] == [0] * 6
+
+
+def test_sampler_and_learner_agree(undisturbed):
+  workdir, _ = undisturbed
+  for m in lines(workdir)[:6]:
+    assert m['mismatch/logp_abs_max'] < 1e-4
+    assert m['mismatch/tis_raw_mean'] == pytest.approx(1, abs=1e-3) or m['lag/max']
+
+
+def test_every_group_has_a_fate(undisturbed):
+  """Promise 9."""
+  workdir, _ = undisturbed
+  metrics, groups = lines(workdir), lines(workdir, 'rollouts.jsonl')
+  generated = sum(m.get('rollout/groups_generated', 0) for m in metrics)
+  assert len(groups) == generated
+  assert sorted(g['draw'] for g in groups) == list(range(generated))
+  fates = [g['fate'] for g in groups]
+  for fate in ('trained', 'filtered', 'dropped'):
+    told = sum(m.get(f'rollout/groups_{fate}', 0) for m in metrics)
+    assert fates.count(fate) == told
+  assert fates.count('pending') == metrics[5]['rollout/groups_pending']
+  assert set(fates) <= {'trained', 'filtered', 'dropped', 'pending'}
+
+
+def test_killed_at_three_instants_a_run_writes_the_same(undisturbed, tmp_path):
+  """Promise 6, H3 to H5: kill -9 at any time, the same command, the same lines."""
+  chance = random.Random(os.getpid())
+  for after in sorted(chance.sample(range(1, 6), 3)):
+    process = start(tmp_path)
+    file = tmp_path / 'metrics.jsonl'
+    while process.poll() is None:
+      if file.exists() and file.read_bytes().count(b'\n') >= after:
+        time.sleep(chance.random())
+        break
+      time.sleep(0.005)
+    process.kill()
+    process.communicate()
+  finish(start(tmp_path))
+  workdir, _ = undisturbed
+  assert lines(tmp_path) == lines(workdir)
+  assert lines(tmp_path, 'rollouts.jsonl') == lines(workdir, 'rollouts.jsonl')
+
+
+def test_sigterm_saves_and_exits_0(undisturbed, tmp_path):
+  # No checkpoint is due: what is there afterwards was saved because of the signal.
+  process = start(tmp_path, '--config.checkpoint.every=100')
+  file = tmp_path / 'metrics.jsonl'
+  while not (file.exists() and file.read_bytes().count(b'\n') >= 2):
+    assert process.poll() is None
+    time.sleep(0.01)
+  process.send_signal(signal.SIGTERM)
+  out = finish(process, code=0)
+  assert 'Stopped at step' in out
+  assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] != []
+  out = finish(start(tmp_path, '--config.checkpoint.every=100'))
+  assert 'Resuming at step' in out
+  workdir, _ = undisturbed
+  assert lines(tmp_path) == lines(workdir)
+
+
+def test_a_finished_run_can_be_started_again(undisturbed, capsys):
+  workdir, _ = undisturbed
+  before = lines(workdir), lines(workdir, 'rollouts.jsonl')
+  assert train.main([f'--config={SMOKE}', f'--workdir={workdir}']) == 0
+  assert (lines(workdir), lines(workdir, 'rollouts.jsonl')) == before
+  assert 'Resuming at step 6' in capsys.readouterr().out
+
+
+def test_evaluate_counts_every_prompt_once(undisturbed, capsys):
+  """N1: the number of slots divides nothing; and the run's own evaluation agrees."""
+  workdir, _ = undisturbed
+  argv = [f'--workdir={workdir}', '--config.sampler.slots=5']
+  assert evaluate.main([*argv, '--step=latest']) == 0
+  folder = workdir / 'eval' / '6'
+  metrics = lines(workdir)[6]
+  for dataset in ('sums', 'counting'):
+    numbers = json.loads((folder / f'{dataset}.json').read_text())
+    samples = lines(folder, f'{dataset}.samples.jsonl')
+    assert len(samples) == 8 * 2 and numbers['prompts'] == 8
+    assert len({(s['prompt_id'], s['answer']) for s in samples}) == 16
+    assert set(samples[0]) >= {'prompt_id', 'text', 'reward', 'finish'}
+    assert numbers['pass@1'] == sum(s['reward'] for s in samples) / 16
+    assert numbers['pass@1'] == pytest.approx(metrics[f'eval/{dataset}/pass@1'])
+  assert 'sums' in capsys.readouterr().out
+
+
+def test_evaluate_greedy_all_steps_and_a_folder(undisturbed, capsys):
+  """N2: evaluation has its own settings; greedy gives the same twice."""
+  workdir, _ = undisturbed
+  greedy = ['--config.evaluate.temperature=0', '--config.evaluate.samples=1']
+  argv = [f'--workdir={workdir}', *greedy]
+  assert evaluate.main([*argv, '--step=all']) == 0
+  steps = {p.name for p in (workdir / 'checkpoints').iterdir()}
+  assert {p.name for p in (workdir / 'eval').iterdir()} >= steps
+  folder = ROOT / 'configs' / 'quickstart_model'
+  first, second = [
+    evaluate.main([*argv, f'--hf={folder}'])
+    or (workdir / 'eval' / 'hf' / 'sums.samples.jsonl').read_text()
+    for _ in range(2)
+  ]
+  assert first == second and first.count('\n') == 8
+  capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+  'extra, message',
+  [
+    (['--step=4711'], '--step=4711: checkpoints in'),
+    (['--step=some'], '--step=some: expected a number'),
+    (['--hf=/nowhere'], '/nowhere'),
+    (['--config.evaluate.samples=0'], 'evaluate.samples: 0'),
+  ],
+)
+def test_evaluate_refuses(undisturbed, capsys, extra, message):
+  workdir, _ = undisturbed
+  assert evaluate.main([f'--workdir={workdir}', *extra]) == 2
+  err = capsys.readouterr().err
+  assert message in err and err.count('\n') == 1
+
+
+def test_help(capsys):
+  with pytest.raises(SystemExit) as stop:
+    train.main(['--help'])
+  assert stop.value.code == 0
+  out = capsys.readouterr().out
+  assert '--config' in out and '--workdir' in out and 'python -m jaxrl_sched' in out
