@@ -19,7 +19,7 @@ def get_config(variant: str = 'train') -> ConfigDict:
   c.prompts = dict(
     datasets=dict(
       sums=dict(source=f'{TASKS}:Sums', options=dict(count=4_000, seed=1)),
-      counting=dict(source=f'{TASKS}:Counting', options=dict(count=4_000, seed=2)),
+      clock=dict(source=f'{TASKS}:Clock', options=dict(count=4_000, seed=2)),
     ),
     template='chat',
     max_tokens=32,
@@ -34,7 +34,7 @@ def get_config(variant: str = 'train') -> ConfigDict:
   c.evaluate = dict(
     datasets=dict(
       sums=dict(source=f'{TASKS}:Sums', options=dict(count=128, seed=1001)),
-      counting=dict(source=f'{TASKS}:Counting', options=dict(count=128, seed=1002)),
+      clock=dict(source=f'{TASKS}:Clock', options=dict(count=128, seed=1002)),
     ),
     every=20,
     samples=2,
@@ -49,6 +49,7 @@ def warm_start(c: ConfigDict) -> None:
   """Supervised learning on reference solutions, most of which do not think."""
   c.teacher = 'solutions'
   c.steps = 1500
+  c.learner = dict(rows=12, row_tokens=128)
   c.model = dict(
     init=dict(
       d_model=128, d_ff=384, layers=4, heads=4, kv_heads=2, head_dim=32, qk_norm=True

@@ -1,8 +1,8 @@
 """Small tasks made by rule, for a first run on a laptop. Record i is a function of i.
 
-Both can be answered at once or by a written-out scratchpad that ends with the
-answer; the reference solutions mix the two. Answering at once is mostly wrong, so
-what a policy can learn from rewards is to think first, and to think without slips.
+Each can be answered at once or by a written-out scratchpad that ends with the answer;
+the reference solutions mix the two. At once is mostly wrong, so what rewards can teach
+is to think first, and to think without slips. Terms carry letters to be found by.
 """
 
 from typing import Any
@@ -10,81 +10,65 @@ from typing import Any
 import numpy as np
 
 
-class Sums:
-  """'17+5+40=': 'the sum', or running sums that end with it ('22,62').
-
-  Args:
-    count: number of records. seed: of the whole set.
-    terms: fewest and most numbers to add. largest: of a number.
-    direct: share of the solutions that answer at once.
-  """
+class _Running:
+  """Numbers to be put together one after the other."""
 
   def __init__(
     self,
     *,
     count: int,
     seed: int = 0,
-    terms: tuple[int, int] = (2, 5),
-    largest: int = 99,
+    terms: tuple[int, int],
+    largest: int,
     direct: float = 0.0,
   ):
-    self._count, self._seed = count, seed
-    self._terms, self._largest, self._direct = tuple(terms), largest, direct
+    """A set of records.
+
+    Args:
+      count: of records.
+      seed: of the whole set.
+      terms: fewest and most numbers of a record.
+      largest: of a number.
+      direct: share of the solutions that answer at once.
+    """
+    self._count, self._seed, self._direct = count, seed, direct
+    self._terms, self._largest = tuple(terms), largest
 
   def __len__(self) -> int:
     return self._count
 
-  def __getitem__(self, i: int) -> dict[str, Any]:
-    rng = np.random.default_rng((self._seed, 0, i))
+  def _record(self, i: int, name: str, running) -> dict[str, Any]:
+    rng = np.random.default_rng((self._seed, i))
     low, high = self._terms
     numbers = rng.integers(1, self._largest + 1, rng.integers(low, high + 1))
-    totals = np.cumsum(numbers)[1:]
-    if rng.random() < self._direct:
-      totals = totals[-1:]
-    return {
-      'prompt': '+'.join(map(str, numbers)) + '=',
-      'answer': int(numbers.sum()),
-      'solution': ','.join(map(str, totals)),
-    }
+    totals = running(np.cumsum(numbers)).tolist()
 
+    def labelled(values):
+      return ''.join(f'{chr(97 + i)}{x}' for i, x in enumerate(values))
 
-class Counting:
-  """'b in abbac?': 'how many', or each letter with the count so far ('a0b1b2a2c2').
-
-  Args:
-    count, seed, direct: as for `Sums`.
-    length: fewest and most letters. letters: how many different ones.
-  """
-
-  def __init__(
-    self,
-    *,
-    count: int,
-    seed: int = 0,
-    length: tuple[int, int] = (5, 12),
-    letters: int = 4,
-    direct: float = 0.0,
-  ):
-    self._count, self._seed = count, seed
-    self._length, self._letters, self._direct = tuple(length), letters, direct
-
-  def __len__(self) -> int:
-    return self._count
-
-  def __getitem__(self, i: int) -> dict[str, Any]:
-    rng = np.random.default_rng((self._seed, 1, i))
-    low, high = self._length
-    text = [
-      chr(97 + x) for x in rng.integers(0, self._letters, rng.integers(low, high))
-    ]
-    letter = chr(97 + rng.integers(0, self._letters))
-    steps, seen = [], 0
-    for x in text:
-      seen += x == letter
-      steps.append(f'{x}{seen}')
     direct = rng.random() < self._direct
     return {
-      'prompt': f'{letter} in {"".join(text)}?',
-      'answer': seen,
-      'solution': str(seen) if direct else ''.join(steps),
+      'prompt': f'{name} {labelled(numbers)}',
+      'answer': totals[-1],
+      'solution': str(totals[-1]) if direct else labelled(totals),
     }
+
+
+class Sums(_Running):
+  """'sum a17b5c40': '62', or with the running sums, 'a17b22c62'."""
+
+  def __init__(self, *, terms=(2, 5), largest=30, **settings):
+    super().__init__(terms=terms, largest=largest, **settings)
+
+  def __getitem__(self, i: int) -> dict[str, Any]:
+    return self._record(i, 'sum', lambda totals: totals)
+
+
+class Clock(_Running):
+  """'clock a9b5c11': '1', or hour by hour, 'a9b2c1': sums on a dial of twelve."""
+
+  def __init__(self, *, terms=(3, 8), largest=12, **settings):
+    super().__init__(terms=terms, largest=largest, **settings)
+
+  def __getitem__(self, i: int) -> dict[str, Any]:
+    return self._record(i, 'clock', lambda totals: (totals - 1) % 12 + 1)

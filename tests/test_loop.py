@@ -1,0 +1,204 @@
+"""The loop and evaluation on an engine of dictionaries: order, resume, counts."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_sched import evaluation, loop
+from jaxrl_sched.control.draws import Draws
+from jaxrl_sched.control.scheduler import Scheduler
+from jaxrl_sched.engine import Stopped
+from jaxrl_sched.host.advantages import group_advantages
+from jaxrl_sched.metrics import Recorder, read_jsonl
+from jaxrl_sched.types import Completion, Group, Prompt, Sampling
+
+SAMPLING = Sampling(max_new_tokens=8)
+
+
+def prompt_of(dataset, index):
+  tokens = np.array([index + 1], np.int32)
+  return Prompt(
+    id=f'{dataset}/{index}', dataset=dataset, index=index, tokens=tokens, text=''
+  )
+
+
+def graded(request, verdicts, length=3, finish='stop', version=0):
+  verdicts = np.array(verdicts, np.float32)
+  completions = tuple(
+    Completion(
+      draw=request.draw,
+      answer=k,
+      tokens=np.arange(length, dtype=np.int32),
+      logps=np.zeros(length, np.float32),
+      finish=finish,
+      version=version,
+    )
+    for k in range(len(verdicts))
+  )
+  return Group(
+    request=request,
+    completions=completions,
+    verdicts=verdicts,
+    rewards=verdicts,
+    faults=(None,) * len(verdicts),
+  )
+
+
+class PaperEngine:
+  """Answer k of draw d is right if (d + k) is even; every event is written down."""
+
+  def __init__(self, stop_in=None, saved=None):
+    self.step, self.events, self.saved = 0, [], {} if saved is None else saved
+    self._stop_in = stop_in
+    if self.saved:
+      self.step = max(self.saved)
+
+  def agree(self, make):
+    return make()
+
+  def submit(self, requests):
+    self._requests = list(requests)
+    self.events.append(f'sample {self.step}')
+
+  def collect(self):
+    if self.step == self._stop_in:
+      raise Stopped
+    return [
+      graded(r, [(r.draw + k) % 2 for k in range(r.size)], version=self.step)
+      for r in self._requests
+    ]
+
+  def evaluate(self, requests):
+    self.events.append(f'evaluate {self.step}')
+    return [graded(r, [r.prompt.index % 2] * r.size) for r in requests]
+
+  def learn(self, groups, advantages):
+    assert all(abs(a.sum()) < 1e-5 for a in advantages)
+    self.events.append(f'learn {self.step}')
+    self.step += 1
+    return {'loss': 0.5}
+
+  def save(self, control, *, score):
+    self.events.append(f'save {self.step}')
+    self.saved[self.step] = json.loads(json.dumps(control)), score
+
+
+def run(engine, workdir, *, steps=4, save_every=2, evaluate_every=3, evaluate=True):
+  scheduler = Scheduler(
+    Draws({'a': 9}, {'a': 1.0}),
+    prompt_of,
+    SAMPLING,
+    groups_per_step=2,
+    group_size=4,
+    surplus='drop',  # so that every step samples
+  )
+  if engine.saved:
+    scheduler.load_state_dict(engine.saved[engine.step][0])
+
+  def judge(step):
+    assert step == engine.step
+    results = evaluation.evaluate(
+      engine, [prompt_of('a', i) for i in range(3)], SAMPLING, samples=2
+    )
+    return evaluation.as_metrics(results), evaluation.score(results)
+
+  with Recorder(
+    workdir, steps=steps, start=engine.step, tensorboard=False, console=False
+  ) as recorder:
+    return loop.train(
+      engine,
+      scheduler,
+      recorder,
+      steps=steps,
+      save_every=save_every,
+      evaluate_every=evaluate_every,
+      evaluate=judge if evaluate else None,
+      advantages_of=group_advantages,
+    )
+
+
+def lines(workdir, name='metrics.jsonl'):
+  return [
+    {k: v for k, v in line.items() if not k.startswith('time/')}
+    for line in read_jsonl(workdir / name)
+  ]
+
+
+def test_the_order_of_a_run(tmp_path):
+  engine = PaperEngine()
+  assert run(engine, tmp_path)
+  once = [e for e, before in zip(engine.events, ['', *engine.events]) if e != before]
+  assert once == (
+    ['evaluate 0', 'sample 0', 'learn 0', 'sample 1', 'learn 1']
+    + ['save 2', 'sample 2', 'learn 2', 'evaluate 3', 'sample 3', 'learn 3']
+    + ['evaluate 4', 'save 4']
+  )
+  assert [line['step'] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
+  assert lines(tmp_path)[4] == {
+    'step': 4,
+    'eval/a/pass@1': pytest.approx(1 / 3),
+    'eval/a/length_mean': 3.0,
+    'eval/a/truncated': 0.0,
+  }
+  assert engine.saved[2][1] is None  # not evaluated there
+  assert engine.saved[4][1] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize('step', [0, 1, 2, 3])
+def test_asked_to_stop_in_a_step_it_saves_that_steps_start(tmp_path, step):
+  assert run(PaperEngine(), tmp_path / 'whole')
+  stopped = PaperEngine(stop_in=step)
+  assert not run(stopped, tmp_path / 'cut')
+  assert max(stopped.saved) == step
+  assert run(PaperEngine(saved=stopped.saved), tmp_path / 'cut')
+  for name in ('metrics.jsonl', 'rollouts.jsonl'):
+    assert lines(tmp_path / 'cut', name) == lines(tmp_path / 'whole', name)
+
+
+def test_without_useful_groups_the_step_is_counted_and_the_run_goes_on(tmp_path):
+  class AllRight(PaperEngine):
+    def collect(self):
+      return [graded(r, [1] * r.size) for r in self._requests]
+
+    def learn(self, groups, advantages):
+      assert groups == [] and advantages == []
+      self.step += 1
+      return {'update/skipped': 1.0}
+
+  assert run(AllRight(), tmp_path, steps=2, evaluate=False)
+  first = lines(tmp_path)[0]
+  assert first['update/skipped'] == 1 and first['rollout/groups_trained'] == 0
+  assert first['rollout/groups_filtered'] == first['rollout/groups_generated'] > 0
+  assert first['pass_rate'] == 1
+
+
+def judged(verdicts, **settings):
+  class Given:
+    def evaluate(self, requests):
+      return [
+        graded(r, v, **settings) for r, v in zip(requests, verdicts, strict=True)
+      ]
+
+  prompts = [prompt_of('a', i) for i in range(len(verdicts))]
+  n = len(verdicts[0])
+  return evaluation.evaluate(Given(), prompts, SAMPLING, samples=n, k=(1, n))
+
+
+def test_pass_at_1_over_all_prompts():
+  """N1: ten prompts give 0.7, whatever the batch."""
+  right = [1, 1, 0, 1, 0, 0, 1, 1, 1, 1]
+  assert judged([[r] for r in right])['a'].numbers['pass@1'] == pytest.approx(0.7)
+
+
+def test_pass_at_k_is_not_accuracy():
+  """N3: accuracy 1/8, pass@4 1/2."""
+  numbers = judged([[1, 0, 0, 0], [0, 0, 0, 0]])['a'].numbers
+  assert numbers['pass@1'] == numbers['reward_mean'] == pytest.approx(0.125)
+  assert numbers['pass@4'] == pytest.approx(0.5)
+
+
+def test_truncation_speaks_of_the_limit():
+  """M1: answers that ended are not truncated, however long the longest is."""
+  assert judged([[1, 0]], length=5)['a'].numbers['truncated'] == 0
+  assert judged([[1, 0]], finish='length')['a'].numbers['truncated'] == 1
