@@ -19,12 +19,12 @@ def get_config(variant: str = 'train') -> ConfigDict:
   c.prompts = dict(
     datasets=dict(
       sums=dict(source=f'{TASKS}:Sums', options=dict(count=4_000, seed=1)),
-      clock=dict(source=f'{TASKS}:Clock', options=dict(count=4_000, seed=2)),
+      last_digits=dict(source=f'{TASKS}:LastDigits', options=dict(count=4_000, seed=2)),
     ),
     template='chat',
     max_tokens=32,
   )
-  c.sampling = dict(temperature=1.0, max_new_tokens=32)
+  c.sampling = dict(temperature=1.0, max_new_tokens=28)
   c.sampler = dict(slots=64, chunk=8)
   c.scheduler = dict(groups_per_step=16, group_size=8)
   c.advantage = dict(divide_by_std=True)
@@ -34,34 +34,39 @@ def get_config(variant: str = 'train') -> ConfigDict:
   c.evaluate = dict(
     datasets=dict(
       sums=dict(source=f'{TASKS}:Sums', options=dict(count=128, seed=1001)),
-      clock=dict(source=f'{TASKS}:Clock', options=dict(count=128, seed=1002)),
+      last_digits=dict(
+        source=f'{TASKS}:LastDigits', options=dict(count=128, seed=1002)
+      ),
     ),
     every=20,
     samples=2,
   )
   c.checkpoint = dict(every=50, keep=2)
-  if variant == 'warm_start':
-    warm_start(c)
+  if variant == 'think':
+    supervise(c, steps=2000, direct=0.0)
+    c.model = dict(
+      init=dict(d_model=128, d_ff=384, layers=4, heads=4, kv_heads=2, head_dim=32),
+      tokenizer='bytes',
+    )
+  elif variant == 'mix':
+    supervise(c, steps=300, direct=0.75)
+    c.model = dict(path='given by launch/warm_start.sh')
+  elif variant != 'train':
+    raise ValueError(f"quickstart.py:{variant}: expected 'train', 'think' or 'mix'")
   return c
 
 
-def warm_start(c: ConfigDict) -> None:
-  """Supervised learning on reference solutions, most of which do not think."""
+def supervise(c: ConfigDict, *, steps: int, direct: float) -> None:
+  """Supervised learning on reference solutions, some of which do not think."""
   c.teacher = 'solutions'
-  c.steps = 1500
-  c.learner = dict(rows=12, row_tokens=128)
-  c.model = dict(
-    init=dict(
-      d_model=128, d_ff=384, layers=4, heads=4, kv_heads=2, head_dim=32, qk_norm=True
-    ),
-    tokenizer='bytes',
-  )
+  c.steps = steps
   for dataset in c.prompts.datasets.values():
-    dataset.options.update(count=40_000, seed=7, direct=0.6)
-  c.scheduler = dict(groups_per_step=128, group_size=1, dynamic_sampling=False)
+    dataset.options.update(count=32 * steps, seed=7, direct=direct)
+  c.scheduler = dict(groups_per_step=64, group_size=1, dynamic_sampling=False)
   c.loss.tis_cap = None
+  c.learner = dict(rows=12, row_tokens=128)
   c.optimizer = dict(
     learning_rate=2e-3, warmup_steps=50, schedule='cosine', weight_decay=0.01
   )
-  c.evaluate.every = 250
+  c.evaluate.every = 100
   c.checkpoint = dict(every=500, keep=1)

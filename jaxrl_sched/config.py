@@ -6,24 +6,15 @@ optional block out. Whatever is wrong ends in one ValueError of one line that na
 the key, the value and what was expected.
 """
 
-import ast
 from collections.abc import Callable, Sequence
 import dataclasses
-import difflib
-import importlib.util
-import inspect
 import json
-import math
 import pathlib
-import sys
 import tempfile
 import threading
-import types
-import typing
 from typing import Any
 
-from ml_collections import ConfigDict
-
+from jaxrl_sched import settings
 from jaxrl_sched.control.draws import Draws
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.device import model as model_lib
@@ -123,6 +114,7 @@ BLOCKS = {
   'log': _block(Log, optional=True),
 }
 PLAIN = {'seed': int, 'steps': int, 'teacher': str | None}
+KEYS = (*PLAIN, *BLOCKS)
 # A workdir may be continued under a config that differs in these only.
 FREE = ('steps', 'evaluate', 'checkpoint', 'log', 'grading')
 
@@ -137,76 +129,25 @@ def read(name: str, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]
     name: path of the file, or 'path:argument' for `get_config(argument)`.
     overrides: ('a.b', 'value') pairs; a value is read as a Python literal, or text.
   """
-  return changed(_load(name), overrides)
+  return _changed(settings.load(name), overrides)
 
 
-def changed(c: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
-  """The config with overrides put in, checked."""
-  for key, text in overrides:
-    _override(c, key, text)
-  return check(c)
-
-
-def _load(name: str) -> dict[str, Any]:
-  path, colon, argument = name.partition(':')
-  file = pathlib.Path(path)
+def of_workdir(
+  name: str | None, workdir: pathlib.Path, overrides: Sequence[tuple[str, str]]
+) -> dict[str, Any]:
+  """The config named, or else the one that made the workdir; overridden, checked."""
+  if name is not None:
+    return read(name, overrides)
+  file = workdir / 'config.json'
   if not file.is_file():
-    raise ValueError(f'--config={name}: there is no file {path}')
-  spec = importlib.util.spec_from_file_location(f'config_{file.stem}', file)
-  if spec is None:
-    raise ValueError(f'--config={name}: expected a Python file (.py)')
-  module = importlib.util.module_from_spec(spec)
-  sys.path.insert(0, str(file.parent))  # configs may import one another
-  try:
-    spec.loader.exec_module(module)
-    if not hasattr(module, 'get_config'):
-      raise ValueError('it has no get_config()')
-    c = module.get_config(argument) if colon else module.get_config()
-  except Exception as error:  # somebody's Python file: anything may be raised
-    raise ValueError(f'--config={name}: {type(error).__name__}: {error}') from error
-  finally:
-    sys.path.remove(str(file.parent))
-  if not isinstance(c, ConfigDict):
-    raise ValueError(f'--config={name}: get_config() gave no ConfigDict')
-  return _plain(c)
+    raise ValueError(f'--workdir={workdir}: no config.json there; name one by --config')
+  return _changed(json.loads(file.read_text()), overrides)
 
 
-def _plain(value: Any) -> Any:
-  if isinstance(value, ConfigDict):
-    value = value.to_dict()
-  if isinstance(value, dict):
-    for key in value:
-      if not isinstance(key, str):
-        raise ValueError(f'config: key {key!r}, expected text')
-    return {key: _plain(item) for key, item in value.items()}
-  return value
-
-
-def _override(c: dict[str, Any], key: str, text: str) -> None:
-  try:
-    value = {'true': True, 'false': False}.get(text.lower(), None)
-    value = ast.literal_eval(text) if value is None else value
-  except (ValueError, SyntaxError):
-    value = text
-  *blocks, last = key.split('.')
-  node, at = c, 'config'
-  for name in blocks:
-    at = f'{at}.{name}'
-    if node is c:
-      _known(name, [*PLAIN, *BLOCKS], 'config')
-    if node.get(name) is None:
-      node[name] = {}
-    node = node[name]
-    if not isinstance(node, dict):
-      raise ValueError(f'--config.{key}: {at} is {node!r}, which has no keys')
-  node[last] = value
-
-
-def _known(key: str, known: Sequence[str], where: str) -> None:
-  if key not in known:
-    near = difflib.get_close_matches(key, known, 1)
-    hint = f'; did you mean {near[0]!r}?' if near else f'; known: {", ".join(known)}'
-    raise ValueError(f'{where}: unknown key {key!r}{hint}')
+def _changed(c: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
+  for key, text in overrides:
+    settings.override(c, key, text, KEYS)
+  return check(c)
 
 
 # --- checking --------------------------------------------------------------------
@@ -216,76 +157,20 @@ def check(c: dict[str, Any]) -> dict[str, Any]:
   """Names and types of everything; ints become floats where floats are declared."""
   c = dict(c)
   for key in c:
-    _known(key, [*PLAIN, *BLOCKS], 'config')
+    settings.check_known(key, KEYS, 'config')
   c.setdefault('teacher', None)
   for key, kind in PLAIN.items():
     if key not in c:
       raise ValueError(f'config.{key}: missing')
-    c[key] = _typed(f'config.{key}', c[key], kind)
+    c[key] = settings.typed(f'config.{key}', c[key], kind)
   for name, block in BLOCKS.items():
     if c.get(name) is None:
       if not block.optional:
         raise ValueError(f'config.{name}: missing')
       c[name] = None
       continue
-    c[name] = keywords(f'config.{name}', c[name], block.names, block.given)
+    c[name] = settings.keywords(f'config.{name}', c[name], block.names, block.given)
   return c
-
-
-def keywords(
-  where: str, block: Any, names: Callable, given: frozenset[str] = frozenset()
-) -> dict[str, Any]:
-  """The block, as keyword arguments of `names`."""
-  if not isinstance(block, dict):
-    raise ValueError(f'{where}: {block!r}, expected a block of keys')
-  signature = inspect.signature(names)
-  hints = typing.get_type_hints(names.__init__ if inspect.isclass(names) else names)
-  known = [p for p in signature.parameters if p not in given]
-  for key in block:
-    _known(key, known, where)
-  for name in known:
-    parameter = signature.parameters[name]
-    if parameter.default is parameter.empty and name not in block:
-      raise ValueError(f'{where}.{name}: missing')
-  return {
-    key: _typed(f'{where}.{key}', value, hints.get(key, Any))
-    for key, value in block.items()
-  }
-
-
-def _typed(where: str, value: Any, kind: Any) -> Any:
-  """The value as the type declared, exactly, or an error."""
-  if kind is Any:
-    return value
-  options = typing.get_args(kind) if _is_union(kind) else (kind,)
-  for option in options:
-    plain = typing.get_origin(option) or option
-    if plain is type(None):
-      if value is None:
-        return value
-    elif plain is float:
-      if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
-          raise ValueError(f'{where}: {value!r}, expected a finite number')
-        return float(value)
-    elif plain is int:
-      if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    elif plain is tuple:
-      if isinstance(value, list | tuple):
-        return tuple(value)
-    elif isinstance(plain, type) and isinstance(value, plain):
-      return value
-    elif not isinstance(plain, type):
-      return value
-  wanted = ' or '.join(
-    'None' if o is type(None) else getattr(o, '__name__', str(o)) for o in options
-  )
-  raise ValueError(f'{where}: {value!r}, expected {wanted}')
-
-
-def _is_union(kind: Any) -> bool:
-  return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
 # --- building --------------------------------------------------------------------
@@ -484,9 +369,9 @@ def _open_tokenizer(model: Model) -> Tokenizer:
 def fresh_model(model: Model, tokenizer: Tokenizer) -> ModelConfig:
   """The shape of `model.init`; the vocabulary is the tokenizer's, unless given."""
   known = len(tokenizer)
-  settings = {'vocab_size': known, 'known_tokens': known, 'dtype': model.dtype}
+  sizes = {'vocab_size': known, 'known_tokens': known, 'dtype': model.dtype}
   return ModelConfig(
-    **keywords('config.model.init', settings | model.init, ModelConfig)
+    **settings.keywords('config.model.init', sizes | model.init, ModelConfig)
   )
 
 
@@ -565,44 +450,3 @@ def checkpointed_steps(workdir: pathlib.Path, which: str) -> list[int]:
   if not chosen:
     raise ValueError(f'--step={which}: checkpoints in {workdir} are {there or "none"}')
   return chosen
-
-
-# --- a workdir belongs to one config ---------------------------------------------
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-  """Keys whose values differ, as 'a.b: old -> new'."""
-  old, new = _flat(json.loads(dumps(old))), _flat(json.loads(dumps(new)))
-  return [
-    f'{key}: {old.get(key, "absent")} -> {new.get(key, "absent")}'
-    for key in sorted(old.keys() | new.keys())
-    if old.get(key, '?') != new.get(key, '?') and key.split('.')[0] not in FREE
-  ]
-
-
-def _flat(c: Any, prefix: str = '') -> dict[str, Any]:
-  if not isinstance(c, dict) or not c:
-    return {prefix[:-1]: c}
-  return {
-    k: v for key, item in c.items() for k, v in _flat(item, f'{prefix}{key}.').items()
-  }
-
-
-def dumps(c: dict[str, Any]) -> str:
-  return json.dumps(c, indent=2, sort_keys=True) + '\n'
-
-
-def claim(workdir: pathlib.Path, c: dict[str, Any]) -> None:
-  """Writes config.json, or refuses a workdir that was made with another config."""
-  file = workdir / 'config.json'
-  if file.exists():
-    found = differences(json.loads(file.read_text()), c)
-    if found:
-      raise ValueError(
-        f'workdir {workdir} belongs to another config; it differs in '
-        f"{'; '.join(found)}. Take another workdir, or this one's settings"
-      )
-  workdir.mkdir(parents=True, exist_ok=True)
-  half = file.with_name('.config.json.half')
-  half.write_text(dumps(c))
-  half.replace(file)

@@ -6,7 +6,6 @@ Writes eval/<step>/<dataset>.json and <dataset>.samples.jsonl into the workdir (
 for a folder) and prints a table. Without --config the workdir's own config.json is used.
 """
 
-import json
 import pathlib
 import sys
 
@@ -30,7 +29,8 @@ def main(argv: list[str] | None = None) -> int:
   arguments, rest = arguments.parse_known_args(argv)
   workdir = pathlib.Path(arguments.workdir)
   try:
-    run = config.prepare(_settings(arguments.config, workdir, overrides(rest)))
+    settings = config.of_workdir(arguments.config, workdir, overrides(rest))
+    run = config.prepare(settings)
     if run.evaluate is None:
       raise ValueError('config.evaluate: missing, nothing says what to evaluate on')
     if arguments.hf is None:
@@ -54,15 +54,6 @@ def main(argv: list[str] | None = None) -> int:
   finally:
     engine.close()
   return 0
-
-
-def _settings(name, workdir, changes):
-  if name is not None:
-    return config.read(name, changes)
-  file = workdir / 'config.json'
-  if not file.is_file():
-    raise ValueError(f'--workdir={workdir}: no config.json there; name one by --config')
-  return config.changed(json.loads(file.read_text()), changes)
 
 
 def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:

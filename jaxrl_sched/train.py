@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from jaxrl_sched import config, evaluation, loop, report
+from jaxrl_sched import config, evaluation, loop, report, settings
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.metrics import Recorder, duration
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
   stopping = threading.Event()
   try:
     run = config.prepare(config.read(arguments.config, overrides(rest)))
-    config.claim(workdir, run.c)
+    settings.claim(workdir, run.c, config.FREE)
     print('Building the model and compiling ...', flush=True)
     engine = config.build_engine(run, workdir, stopping=stopping)
   except ValueError as error:
@@ -95,9 +95,8 @@ def _run(run: config.Run, engine, workdir: pathlib.Path) -> int:
     if count:
       print(f'{name}: {count} prompts dropped, longer than prompts.max_tokens')
   engine.warm_up(run.longest_prompt)
-  settings = run.c['log'] or {}
   with Recorder(
-    workdir, steps=run.c['steps'], start=engine.step, **settings
+    workdir, steps=run.c['steps'], start=engine.step, **run.c['log'] or {}
   ) as recorder:
     complete = loop.train(
       engine,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxrl_sched import config, train
+from jaxrl_sched import config, settings, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMOKE = str(ROOT / 'configs' / 'smoke.py')
@@ -103,12 +103,16 @@ def test_an_argument_reaches_get_config():
 
 def test_a_workdir_of_another_config_is_refused_by_the_differing_keys(tmp_path):
   """H7: never a mixture of two runs."""
-  config.claim(tmp_path, config.read(SMOKE))
-  config.claim(tmp_path, config.read(SMOKE))
-  config.claim(tmp_path, config.read(SMOKE, [('steps', '9'), ('checkpoint.keep', '5')]))
+  settings.claim(tmp_path, config.read(SMOKE), config.FREE)
+  settings.claim(tmp_path, config.read(SMOKE), config.FREE)
+  settings.claim(
+    tmp_path,
+    config.read(SMOKE, [('steps', '9'), ('checkpoint.keep', '5')]),
+    config.FREE,
+  )
   other = config.read(SMOKE, [('seed', '1'), ('loss.kind', 'grpo')])
   with pytest.raises(ValueError) as error:
-    config.claim(tmp_path, other)
+    settings.claim(tmp_path, other, config.FREE)
   assert 'seed: 0 -> 1' in str(error.value)
   assert 'loss.kind: dapo -> grpo' in str(error.value)
   assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 0

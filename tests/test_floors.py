@@ -24,6 +24,7 @@ FLOORS = {
   'metrics': 3,
   'plots': 3,
   'report': 3,
+  'settings': 4,
   'config': 4,
   'train': 5,
   'evaluate': 5,

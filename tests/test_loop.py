@@ -1,5 +1,6 @@
 """The loop and evaluation on an engine of dictionaries: order, resume, counts."""
 
+import itertools
 import json
 
 import numpy as np
@@ -128,7 +129,7 @@ def lines(workdir, name='metrics.jsonl'):
 def test_the_order_of_a_run(tmp_path):
   engine = PaperEngine()
   assert run(engine, tmp_path)
-  once = [e for e, before in zip(engine.events, ['', *engine.events]) if e != before]
+  once = [event for event, _ in itertools.groupby(engine.events)]
   assert once == (
     ['evaluate 0', 'sample 0', 'learn 0', 'sample 1', 'learn 1']
     + ['save 2', 'sample 2', 'learn 2', 'evaluate 3', 'sample 3', 'learn 3']
@@ -176,9 +177,7 @@ def test_without_useful_groups_the_step_is_counted_and_the_run_goes_on(tmp_path)
 def judged(verdicts, **settings):
   class Given:
     def evaluate(self, requests):
-      return [
-        graded(r, v, **settings) for r, v in zip(requests, verdicts, strict=True)
-      ]
+      return [graded(r, v, **settings) for r, v in zip(requests, verdicts, strict=True)]
 
   prompts = [prompt_of('a', i) for i in range(len(verdicts))]
   n = len(verdicts[0])

@@ -75,7 +75,7 @@ def test_a_run_leaves_what_it_promises(undisturbed):
   }
   metrics = lines(workdir)
   assert [m['step'] for m in metrics] == list(range(7))
-  assert {'eval/sums/pass@1', 'eval/clock/pass@1'} <= metrics[0].keys()
+  assert {'eval/sums/pass@1', 'eval/last_digits/pass@1'} <= metrics[0].keys()
   assert 'eval/sums/pass@1' in metrics[3] and 'eval/sums/pass@1' not in metrics[1]
   assert metrics[6].keys() == {'step'} | {k for k in metrics[6] if 'eval/' in k}
   for key in ('reward/mean', 'pass_rate', 'loss', 'entropy', 'grad_norm', 'lr', 'kl'):
@@ -162,7 +162,7 @@ def test_evaluate_counts_every_prompt_once(undisturbed, capsys):
   assert evaluate.main([*argv, '--step=latest']) == 0
   folder = workdir / 'eval' / '6'
   metrics = lines(workdir)[6]
-  for dataset in ('sums', 'clock'):
+  for dataset in ('sums', 'last_digits'):
     numbers = json.loads((folder / f'{dataset}.json').read_text())
     samples = lines(folder, f'{dataset}.samples.jsonl')
     assert len(samples) == 8 * 2 and numbers['prompts'] == 8

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import sys
 import threading
 import time
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_sched.device import multihost
+from jaxrl_sched.device import multihost, weights
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.learner import Learner
 from jaxrl_sched.device.prompts import answer_text
@@ -18,7 +19,7 @@ from jaxrl_sched.device.references import References
 from jaxrl_sched.device.sampler import Sampler
 from jaxrl_sched.engine import Stopped
 from jaxrl_sched.host import packing
-from jaxrl_sched.host.grading import GradingPool
+from jaxrl_sched.host.grading import Grade, GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
 from jaxrl_sched.types import Completion, Group, Request
 
@@ -78,6 +79,7 @@ class DeviceEngine:
     self._compiled = CompileCounter()
     self._times = dict.fromkeys(('generate_s', 'reward_s'), 0.0)
     self._idle: list[float] = []
+    self._warned: set[tuple[str, str]] = set()
 
   def agree(self, make: Callable[[], Any]) -> Any:
     return multihost.agree(make, name=f'plan {self.step}')
@@ -146,6 +148,7 @@ class DeviceEngine:
     for request in requests:
       answers = tuple(next(rest) for _ in range(request.size))
       found = [grades[request.draw, k] for k in range(request.size)]
+      self._warn(request, found)
       verdicts = np.array([g.score for g in found], np.float32)
       groups.append(
         Group(
@@ -157,6 +160,18 @@ class DeviceEngine:
         )
       )
     return groups
+
+  def _warn(self, request: Request, grades: Sequence[Grade]) -> None:
+    """Says what went wrong in a verifier, the first time of each kind."""
+    for grade in grades:
+      kind = (request.prompt.reward, grade.fault)
+      if grade.fault is not None and kind not in self._warned:
+        self._warned.add(kind)
+        print(
+          f'grading: {request.prompt.reward} on prompt {request.prompt.id}: '
+          f'{grade.fault} ({grade.detail}), scored 0; more of it is only counted',
+          file=sys.stderr,
+        )
 
   def _shape(self, group: Group) -> Group:
     if self._overlong is None:
@@ -232,6 +247,16 @@ class DeviceEngine:
     self._sampler.load(self._learner.parameters, self.step)
     if self._teacher is not None:
       self._teacher.load(None, self.step)
+
+  def export(self, out: str, *, stored_dtype: str = 'float32') -> None:
+    """The weights of this step as a Hugging Face folder, with the tokenizer."""
+    weights.export(
+      self._learner.config,
+      self._learner.parameters,
+      out,
+      tokenizer=self._tokenizer,
+      stored_dtype=stored_dtype,
+    )
 
   def close(self) -> None:
     try:

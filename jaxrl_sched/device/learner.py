@@ -19,7 +19,7 @@ from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.types import Batch
 
-LOGITS_AT_ONCE = 2**24  # elements of [B, t, V] that are held in float32
+LOGITS_AT_ONCE = 2**24  # elements of [B, t, V] that a device holds in float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,9 @@ def token_logps(
   return tuple(x.swapaxes(0, 1).reshape(b, t) for x in out)
 
 
-def answer_logps(parameters, config, batch, *, temperature=1.0, remat=False):
+def answer_logps(
+  parameters, config, batch, *, temperature=1.0, remat=False, at_once=LOGITS_AT_ONCE
+):
   """log-probs and entropies of a packed batch's tokens, [B, T]; entry 0 is 0."""
   model = model_lib.decoder(config, parameters)
   hidden = model.rows(
@@ -153,18 +155,24 @@ def answer_logps(parameters, config, batch, *, temperature=1.0, remat=False):
   )
   targets = jnp.roll(batch['tokens'], -1, axis=1)  # the last one's is never read
   found = token_logps(
-    hidden, model.head_kernel(), config, targets, temperature=temperature
+    hidden,
+    model.head_kernel(),
+    config,
+    targets,
+    temperature=temperature,
+    at_once=at_once,
   )
   return tuple(jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in found)
 
 
 def microbatch_loss(
-  parameters, reference, batch, *, config, loss: Loss, temperature, remat
+  parameters, reference, batch, *, config, loss: Loss, temperature, remat, at_once
 ):
   """The loss of one microbatch: a plain sum. Returns it with sums for the log."""
-  logp, entropy = answer_logps(
-    parameters, config, batch, temperature=temperature, remat=remat
+  logps_of = functools.partial(
+    answer_logps, config=config, batch=batch, temperature=temperature, at_once=at_once
   )
+  logp, entropy = logps_of(parameters, remat=remat)
   weight, trained = batch['weights'], batch['weights'] > 0
   held = jax.lax.stop_gradient(logp)
   fresh = batch['fresh']
@@ -182,7 +190,7 @@ def microbatch_loss(
     segments=batch['segments'],
   )
   if reference is not None:
-    logp_ref, _ = answer_logps(reference, config, batch, temperature=temperature)
+    logp_ref, _ = logps_of(reference)
     total += losses.kl_penalty(logp, logp_ref, weight, coef=loss.kl_coef, kind=loss.kl)
     estimate = losses.kl_estimate(
       jnp.where(trained, held, 0.0), jnp.where(trained, logp_ref, 0.0), kind='k3'
@@ -232,7 +240,8 @@ class Learner:
       )
     if not temperature > 0:
       raise ValueError(f'learner.temperature: {temperature}, expected above 0')
-    self.rows, self.row_tokens, self.loss = rows, row_tokens, loss
+    self.config, self.loss = config, loss
+    self.rows, self.row_tokens = rows, row_tokens
     self._optimizer, self._rate = make_optimizer(**optimizer)
     shapes, axes = model_lib.abstract(config)
     at = meshes.parameter_shardings(shapes, axes, mesh)
@@ -257,7 +266,12 @@ class Learner:
 
     gradient = jax.grad(
       functools.partial(
-        microbatch_loss, config=config, loss=loss, temperature=temperature, remat=remat
+        microbatch_loss,
+        config=config,
+        loss=loss,
+        temperature=temperature,
+        remat=remat,
+        at_once=LOGITS_AT_ONCE * meshes.size(mesh, 'rows'),
       ),
       has_aux=True,
     )

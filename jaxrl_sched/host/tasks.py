@@ -41,7 +41,7 @@ class _Running:
     rng = np.random.default_rng((self._seed, i))
     low, high = self._terms
     numbers = rng.integers(1, self._largest + 1, rng.integers(low, high + 1))
-    totals = running(np.cumsum(numbers)).tolist()
+    totals = running(numbers).tolist()
 
     def labelled(values):
       return ''.join(f'{chr(97 + i)}{x}' for i, x in enumerate(values))
@@ -50,25 +50,25 @@ class _Running:
     return {
       'prompt': f'{name} {labelled(numbers)}',
       'answer': totals[-1],
-      'solution': str(totals[-1]) if direct else labelled(totals),
+      'solution': f'{"" if direct else labelled(totals)}={totals[-1]}',
     }
 
 
 class Sums(_Running):
-  """'sum a17b5c40': '62', or with the running sums, 'a17b22c62'."""
+  """'sum a7b5c9': '=21', or with the running sums, 'a7b12c21=21'."""
 
-  def __init__(self, *, terms=(2, 5), largest=30, **settings):
+  def __init__(self, *, terms=(3, 6), largest=9, **settings):
     super().__init__(terms=terms, largest=largest, **settings)
 
   def __getitem__(self, i: int) -> dict[str, Any]:
-    return self._record(i, 'sum', lambda totals: totals)
+    return self._record(i, 'sum', np.cumsum)
 
 
-class Clock(_Running):
-  """'clock a9b5c11': '1', or hour by hour, 'a9b2c1': sums on a dial of twelve."""
+class LastDigits(_Running):
+  """'last a7b5c9': '=1', or 'a7b2c1=1': the last digit of the sum."""
 
-  def __init__(self, *, terms=(3, 8), largest=12, **settings):
+  def __init__(self, *, terms=(3, 7), largest=9, **settings):
     super().__init__(terms=terms, largest=largest, **settings)
 
   def __getitem__(self, i: int) -> dict[str, Any]:
-    return self._record(i, 'clock', lambda totals: (totals - 1) % 12 + 1)
+    return self._record(i, 'last', lambda numbers: np.cumsum(numbers) % 10)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import toys
 
+from jaxrl_sched.device import drawing, model
 from jaxrl_sched.device import mesh as meshes
-from jaxrl_sched.device import model
 from jaxrl_sched.device import sampler as sampling
 from jaxrl_sched.device.learner import token_logps
 from jaxrl_sched.device.sampler import Sampler
@@ -51,6 +51,9 @@ def zoo() -> list:
     )
     for draw, size in enumerate(sizes)
   ]
+
+
+TOP_P = [r.draw for r in zoo() if r.sampling.top_p < 1]
 
 
 @pytest.fixture(scope='module')
@@ -109,13 +112,23 @@ def tables():
   )
 
 
-def assert_same(some, others):
+def assert_same(some, others, *, top_p=()):
+  """Equal tokens, log-probs to 1e-5.
+
+  In draws under `top_p` rounding may rarely decide whether one more token is kept,
+  and with it the log-probs of that place.
+  """
   assert len(some) == len(others)
+  rounded = 0
   for a, b in zip(some, others, strict=True):
     where = f'draw {a.draw}, answer {a.answer}'
     assert (a.draw, a.answer, a.finish) == (b.draw, b.answer, b.finish), where
     assert a.tokens.tolist() == b.tokens.tolist(), where
-    np.testing.assert_allclose(a.logps, b.logps, atol=1e-5, err_msg=where)
+    differ = np.abs(a.logps - b.logps) > 1e-5
+    assert a.draw in top_p or not differ.any(), (where, a.logps, b.logps)
+    np.testing.assert_allclose(a.logps, b.logps, atol=0.01, err_msg=where)
+    rounded += differ.sum()
+  assert rounded < 5
 
 
 # --- the same answer anywhere ---------------------------------------------------
@@ -226,13 +239,13 @@ def test_an_answer_is_the_same_alone_as_in_a_crowd(plain, crowd):
   crowd = {(c.draw, c.answer): c for c in crowd}
   for request in zoo()[::3]:
     alone = plain.generate([dataclasses.replace(request, size=1)])
-    assert_same(alone, [crowd[request.draw, 0]])
+    assert_same(alone, [crowd[request.draw, 0]], top_p=TOP_P)
 
 
 def test_slots_and_chunks_and_cache_change_no_answer(warm, crowd):
   crowd = {(c.draw, c.answer): c for c in crowd}
   again = warm.generate(zoo()[::-1])
-  assert_same(again, [crowd[c.draw, c.answer] for c in again])
+  assert_same(again, [crowd[c.draw, c.answer] for c in again], top_p=TOP_P)
 
 
 def test_eight_devices_sample_as_one_does(parameters, crowd):
@@ -253,7 +266,7 @@ def test_eight_devices_sample_as_one_does(parameters, crowd):
     spread = sampler.generate(requests)
   assert not seen
   crowd = {(c.draw, c.answer): c for c in crowd}
-  assert_same(spread, [crowd[c.draw, c.answer] for c in spread])
+  assert_same(spread, [crowd[c.draw, c.answer] for c in spread], top_p=TOP_P)
 
 
 def test_group_members_and_draws_never_share_noise(tables):
@@ -339,7 +352,7 @@ def test_the_sampler_lives_on_after_an_error_between_chunks(warm, crowd):
       warm.generate(zoo(), on_chunk=give_up)
     again = warm.generate(zoo()[:4])
   assert not seen
-  assert_same(again, crowd[: len(again)])
+  assert_same(again, crowd[: len(again)], top_p=TOP_P)
 
 
 def test_every_answer_is_told_of_once_when_it_ends(tables):
@@ -387,7 +400,7 @@ def test_top_k_and_top_p_keep_what_they_say(order):
   """C1: neither one token too few nor one too many at the boundary."""
   top_k, top_p, kept = (np.array(x) for x in zip(*C1, strict=True))
   logits = jnp.asarray(np.tile(HALVES[list(order)], (len(C1), 1)), jnp.float32)
-  left = sampling.keep_top(logits, np.maximum(top_k, 0), top_p.astype(np.float32))
+  left = drawing.keep_top(logits, np.maximum(top_k, 0), top_p.astype(np.float32))
   np.testing.assert_allclose(
     jax.nn.softmax(left, -1), kept[:, order], atol=1e-6, rtol=1e-5
   )
@@ -461,7 +474,7 @@ def test_draws_follow_the_softmax_down_to_rare_tokens(size):
   row = jnp.asarray(logits[None], jnp.float32)
   draws = 200_000
   tokens = jax.lax.map(
-    lambda u: sampling.pick(row, u[None])[0],
+    lambda u: drawing.pick(row, u[None])[0],
     jax.random.uniform(jax.random.key(0), (draws, 2)),
     batch_size=20_000,
   )
@@ -477,21 +490,21 @@ def test_the_ends_of_the_uniform_reach_the_first_and_last_token(size):
   logits = np.full((2, size), model.NEVER, np.float32)
   logits[:, 1 : size - 1] = np.random.default_rng(0).normal(size=size - 2)
   uniform = np.array([[0, 0], [LAST, LAST]], np.float32)
-  assert sampling.pick(jnp.asarray(logits), uniform).tolist() == [1, size - 2]
+  assert drawing.pick(jnp.asarray(logits), uniform).tolist() == [1, size - 2]
 
 
 def test_a_token_of_no_mass_is_never_drawn():
   """The uniform aims at every edge of the running sums, where rounding decides."""
   rng = np.random.default_rng(0)
   rows, size = 64, 50_000
-  blocks = -(-size // sampling.BLOCK)
-  pick = jax.jit(sampling.pick)
+  blocks = -(-size // drawing.BLOCK)
+  pick = jax.jit(drawing.pick)
   for _ in range(4):
     logits = (4 * rng.normal(size=(rows, size))).astype(np.float32)
-    gone = np.repeat(rng.random((rows, blocks)) < 0.5, sampling.BLOCK, axis=1)
+    gone = np.repeat(rng.random((rows, blocks)) < 0.5, drawing.BLOCK, axis=1)
     logits[gone[:, :size] | (rng.random((rows, size)) < 0.5)] = model.NEVER
     mass = np.exp(logits - logits.max(-1, keepdims=True))
-    mass = np.pad(mass, ((0, 0), (0, -size % sampling.BLOCK)))
+    mass = np.pad(mass, ((0, 0), (0, -size % drawing.BLOCK)))
     sums = jnp.cumsum(jnp.asarray(mass).reshape(rows, blocks, -1).sum(-1), axis=-1)
     edges = np.asarray(sums / sums[:, -1:])
     for direction in (-1, 0, 1) * 8:
@@ -511,11 +524,11 @@ def test_ids_that_no_tokenizer_knows_are_never_drawn(plain):
   )
   hidden, kernel = jnp.zeros((1, 2, 2)), jnp.zeros((2, config.vocab_size))
   logits = model.head_logits(hidden[0], kernel, config)
-  last = sampling.pick(logits / 5.0, np.full((2, 2), LAST))
+  last = drawing.pick(logits / 5.0, np.full((2, 2), LAST))
   assert last.tolist() == [151_664] * 2
 
   state = sampling._fresh_state(2, 8) | dict(temperature=np.full(2, 5, np.float32))
-  tokens, logps = jax.jit(sampling.draw_tokens)(logits, state)
+  tokens, logps = jax.jit(drawing.draw_tokens)(logits, state)
   np.testing.assert_allclose(logps, -np.log(151_665), atol=1e-5)
   learnt, _ = token_logps(hidden, kernel, config, tokens[None], temperature=5.0)
   np.testing.assert_allclose(learnt[0], logps, atol=1e-5)

@@ -1,0 +1,189 @@
+"""Config files as plain dicts: loading, overrides, keyword arguments, workdirs.
+
+What the keys mean is `config.py`'s business. Every error is a ValueError of one line.
+"""
+
+import ast
+from collections.abc import Callable, Sequence
+import difflib
+import importlib.util
+import inspect
+import json
+import math
+import pathlib
+import sys
+import types
+import typing
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+def load(name: str) -> dict[str, Any]:
+  """The dict of a config file: a path, or 'path:argument' for `get_config(argument)`."""
+  path, colon, argument = name.partition(':')
+  file = pathlib.Path(path)
+  if not file.is_file():
+    raise ValueError(f'--config={name}: there is no file {path}')
+  spec = importlib.util.spec_from_file_location(f'config_{file.stem}', file)
+  if spec is None:
+    raise ValueError(f'--config={name}: expected a Python file (.py)')
+  module = importlib.util.module_from_spec(spec)
+  sys.path.insert(0, str(file.parent))  # configs may import one another
+  try:
+    spec.loader.exec_module(module)
+    if not hasattr(module, 'get_config'):
+      raise ValueError('it has no get_config()')
+    c = module.get_config(argument) if colon else module.get_config()
+  except Exception as error:  # somebody's Python file: anything may be raised
+    raise ValueError(f'--config={name}: {type(error).__name__}: {error}') from error
+  finally:
+    sys.path.remove(str(file.parent))
+  if not isinstance(c, ConfigDict):
+    raise ValueError(f'--config={name}: get_config() gave no ConfigDict')
+  return _plain(c)
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, ConfigDict):
+    value = value.to_dict()
+  if isinstance(value, dict):
+    for key in value:
+      if not isinstance(key, str):
+        raise ValueError(f'config: key {key!r}, expected text')
+    return {key: _plain(item) for key, item in value.items()}
+  return value
+
+
+def override(c: dict[str, Any], key: str, text: str, known: Sequence[str]) -> None:
+  """Puts text, read as a Python literal if it is one, at a.b.c; blocks are made."""
+  try:
+    value = {'true': True, 'false': False}.get(text.lower(), None)
+    value = ast.literal_eval(text) if value is None else value
+  except (ValueError, SyntaxError):
+    value = text
+  *blocks, last = key.split('.')
+  node, at = c, 'config'
+  for name in blocks:
+    at = f'{at}.{name}'
+    if node is c:
+      check_known(name, known, 'config')
+    if node.get(name) is None:
+      node[name] = {}
+    node = node[name]
+    if not isinstance(node, dict):
+      raise ValueError(f'--config.{key}: {at} is {node!r}, which has no keys')
+  node[last] = value
+
+
+def check_known(key: str, known: Sequence[str], where: str) -> None:
+  """Refuses a key, naming the nearest known one."""
+  if key not in known:
+    near = difflib.get_close_matches(key, known, 1)
+    hint = f'; did you mean {near[0]!r}?' if near else f'; known: {", ".join(known)}'
+    raise ValueError(f'{where}: unknown key {key!r}{hint}')
+
+
+def keywords(
+  where: str, block: Any, names: Callable, given: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+  """The block, as keyword arguments of `names`: each known and of its type.
+
+  Args:
+    where: of the block, for messages.
+    given: parameters of `names` that are not for the config.
+  """
+  if not isinstance(block, dict):
+    raise ValueError(f'{where}: {block!r}, expected a block of keys')
+  signature = inspect.signature(names)
+  hints = typing.get_type_hints(names.__init__ if inspect.isclass(names) else names)
+  known = [p for p in signature.parameters if p not in given]
+  for key in block:
+    check_known(key, known, where)
+  for name in known:
+    parameter = signature.parameters[name]
+    if parameter.default is parameter.empty and name not in block:
+      raise ValueError(f'{where}.{name}: missing')
+  return {
+    key: typed(f'{where}.{key}', value, hints.get(key, Any))
+    for key, value in block.items()
+  }
+
+
+def typed(where: str, value: Any, kind: Any) -> Any:
+  """The value as the type declared, exactly, or an error."""
+  if kind is Any:
+    return value
+  options = typing.get_args(kind) if _is_union(kind) else (kind,)
+  for option in options:
+    plain = typing.get_origin(option) or option
+    if plain is type(None):
+      if value is None:
+        return value
+    elif plain is float:
+      if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+          raise ValueError(f'{where}: {value!r}, expected a finite number')
+        return float(value)
+    elif plain is int:
+      if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    elif plain is tuple:
+      if isinstance(value, list | tuple):
+        return tuple(value)
+    elif isinstance(plain, type) and isinstance(value, plain):
+      return value
+    elif not isinstance(plain, type):
+      return value
+  wanted = ' or '.join(
+    'None' if o is type(None) else getattr(o, '__name__', str(o)) for o in options
+  )
+  raise ValueError(f'{where}: {value!r}, expected {wanted}')
+
+
+def _is_union(kind: Any) -> bool:
+  return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def differences(
+  old: dict[str, Any], new: dict[str, Any], free: Sequence[str] = ()
+) -> list[str]:
+  """Keys whose values differ, as 'a.b: old -> new', but for `free` top-level ones."""
+  old, new = _flat(json.loads(_dumps(old))), _flat(json.loads(_dumps(new)))
+  return [
+    f'{key}: {old.get(key, "absent")} -> {new.get(key, "absent")}'
+    for key in sorted(old.keys() | new.keys())
+    if old.get(key, '?') != new.get(key, '?') and key.split('.')[0] not in free
+  ]
+
+
+def _flat(c: Any, prefix: str = '') -> dict[str, Any]:
+  if not isinstance(c, dict) or not c:
+    return {prefix[:-1]: c}
+  return {
+    k: v for key, item in c.items() for k, v in _flat(item, f'{prefix}{key}.').items()
+  }
+
+
+def _dumps(c: dict[str, Any]) -> str:
+  return json.dumps(c, indent=2, sort_keys=True) + '\n'
+
+
+def claim(workdir: pathlib.Path, c: dict[str, Any], free: Sequence[str] = ()) -> None:
+  """Writes config.json, or refuses a workdir that was made with another config.
+
+  Args:
+    free: top-level keys that may differ from what made the workdir.
+  """
+  file = workdir / 'config.json'
+  if file.exists():
+    found = differences(json.loads(file.read_text()), c, free)
+    if found:
+      raise ValueError(
+        f'workdir {workdir} belongs to another config; it differs in '
+        f"{'; '.join(found)}. Take another workdir, or this one's settings"
+      )
+  workdir.mkdir(parents=True, exist_ok=True)
+  half = file.with_name('.config.json.half')
+  half.write_text(_dumps(c))
+  half.replace(file)
