@@ -33,9 +33,9 @@ def get_config(variant: str = 'train') -> ConfigDict:
   c.learner = dict(rows=8, row_tokens=256)
   c.evaluate = dict(
     datasets=dict(
-      sums=dict(source=f'{TASKS}:Sums', options=dict(count=128, seed=1001)),
+      sums=dict(source=f'{TASKS}:Sums', options=dict(count=128, held_out=True)),
       last_digits=dict(
-        source=f'{TASKS}:LastDigits', options=dict(count=128, seed=1002)
+        source=f'{TASKS}:LastDigits', options=dict(count=128, held_out=True)
       ),
     ),
     every=20,
@@ -43,7 +43,7 @@ def get_config(variant: str = 'train') -> ConfigDict:
   )
   c.checkpoint = dict(every=50, keep=2)
   if variant == 'think':
-    supervise(c, steps=2000, direct=0.0)
+    supervise(c, steps=1000, direct=0.0)
     c.model = dict(
       init=dict(d_model=128, d_ff=384, layers=4, heads=4, kv_heads=2, head_dim=32),
       tokenizer='bytes',

@@ -8,17 +8,16 @@ the key, the value and what was expected.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import json
+import importlib.util
 import pathlib
 import tempfile
-import threading
 from typing import Any
 
 from jaxrl_sched import settings
 from jaxrl_sched.control.draws import Draws
 from jaxrl_sched.control.scheduler import Scheduler
+from jaxrl_sched.device import losses, weights
 from jaxrl_sched.device import model as model_lib
-from jaxrl_sched.device import weights
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.engine import DeviceEngine
 from jaxrl_sched.device.learner import Learner, Loss, make_optimizer
@@ -26,7 +25,7 @@ from jaxrl_sched.device.mesh import make_mesh
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.prompts import PromptSet, Tokenizer, load_tokenizer, stop_ids
 from jaxrl_sched.device.references import References
-from jaxrl_sched.device.sampler import Sampler
+from jaxrl_sched.device.sampler import MAX_STOP_IDS, Sampler
 from jaxrl_sched.device.tokenizers import build_byte_tokenizer
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.host.grading import GradingPool
@@ -88,35 +87,40 @@ class Log:
 @dataclasses.dataclass(frozen=True)
 class Block:
   names: Callable  # its parameters are the block's keys
-  given: frozenset[str] = frozenset()  # parameters that are not for the config
-  optional: bool = False
+  given: frozenset[str]  # parameters that are not for the config
+  absent: str  # 'refused', 'defaults' or 'off'
 
 
-def _block(names, *given, optional=False):
-  return Block(names, frozenset(given), optional)
+def _block(names, *given, absent='refused'):
+  return Block(names, frozenset(given), absent)
 
 
 BLOCKS = {
   'model': _block(Model),
-  'mesh': _block(make_mesh, 'devices', optional=True),
+  'mesh': _block(make_mesh, 'devices', absent='defaults'),
   'prompts': _block(PromptSet, 'tokenizer'),
   'sampling': _block(Sampling, 'stop_ids'),
   'sampler': _block(SamplerBlock),
-  'scheduler': _block(Scheduler, 'draws', 'prompt_of', 'sampling'),
-  'advantage': _block(group_advantages, 'rewards', optional=True),
+  'scheduler': _block(Scheduler, 'draws', 'prompt_of', 'sampling', 'overlong_filter'),
+  'advantage': _block(group_advantages, 'rewards', absent='defaults'),
   'loss': _block(Loss),
-  'overlong': _block(overlong_penalty, 'lengths', 'limit', optional=True),
+  'overlong': _block(overlong_penalty, 'lengths', 'limit', absent='off'),
   'optimizer': _block(make_optimizer, 'steps'),
   'learner': _block(LearnerBlock),
-  'grading': _block(GradingPool, 'warm', optional=True),
-  'evaluate': _block(Evaluate, optional=True),
-  'checkpoint': _block(Checkpoint, optional=True),
-  'log': _block(Log, optional=True),
+  'grading': _block(GradingPool, 'warm', absent='defaults'),
+  'evaluate': _block(Evaluate, absent='off'),
+  'checkpoint': _block(Checkpoint, absent='defaults'),
+  'log': _block(Log, absent='defaults'),
 }
 PLAIN = {'seed': int, 'steps': int, 'teacher': str | None}
 KEYS = (*PLAIN, *BLOCKS)
-# A workdir may be continued under a config that differs in these only.
-FREE = ('steps', 'evaluate', 'checkpoint', 'log', 'grading')
+
+
+def free(c: dict[str, Any]) -> tuple[str, ...]:
+  """The keys in which a workdir's config may differ when it is continued."""
+  # A decaying learning rate hangs on the number of steps.
+  steps = ('steps',) if c['optimizer']['schedule'] == 'constant' else ()
+  return (*steps, 'evaluate', 'checkpoint', 'log', 'grading')
 
 
 # --- reading ---------------------------------------------------------------------
@@ -138,10 +142,10 @@ def of_workdir(
   """The config named, or else the one that made the workdir; overridden, checked."""
   if name is not None:
     return read(name, overrides)
-  file = workdir / 'config.json'
-  if not file.is_file():
+  found = settings.of_workdir(workdir)
+  if found is None:
     raise ValueError(f'--workdir={workdir}: no config.json there; name one by --config')
-  return _changed(json.loads(file.read_text()), overrides)
+  return _changed(found, overrides)
 
 
 def _changed(c: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -165,11 +169,15 @@ def check(c: dict[str, Any]) -> dict[str, Any]:
     c[key] = settings.typed(f'config.{key}', c[key], kind)
   for name, block in BLOCKS.items():
     if c.get(name) is None:
-      if not block.optional:
+      if block.absent == 'refused':
         raise ValueError(f'config.{name}: missing')
-      c[name] = None
-      continue
+      c[name] = {} if block.absent == 'defaults' else None
+      if block.absent == 'off':
+        continue
     c[name] = settings.keywords(f'config.{name}', c[name], block.names, block.given)
+  for block in filter(None, (c['prompts'], c['evaluate'])):
+    # In one order, however they were written: draws are counted along it.
+    block['datasets'] = dict(sorted(block['datasets'].items()))
   return c
 
 
@@ -191,7 +199,6 @@ class Run:
   learner: LearnerBlock
   loss: Loss
   checkpoint: Checkpoint
-  log: Log
   scheduler: Scheduler
 
   @property
@@ -234,9 +241,9 @@ def prepare(c: dict[str, Any]) -> Run:
   evaluate, held_out = None, None
   if c['evaluate'] is not None:
     evaluate = Evaluate(**c['evaluate'])
-    held_out = PromptSet(
-      **c['prompts'] | {'datasets': evaluate.datasets}, tokenizer=tokenizer
-    )
+    # Scores over the short ones only would be another benchmark's.
+    changed = {'datasets': evaluate.datasets, 'too_long': 'refuse'}
+    held_out = PromptSet(**c['prompts'] | changed, tokenizer=tokenizer)
   sampling = Sampling(
     **c['sampling'],
     stop_ids=stop_ids(
@@ -244,13 +251,34 @@ def prepare(c: dict[str, Any]) -> Run:
     ),
   )
   draws = Draws(prompts.sizes, prompts.weights, seed=c['seed'])
-  scheduler = Scheduler(draws, prompts.get, sampling, **c['scheduler'])
-  for name, quota in draws.quotas(c['scheduler']['groups_per_step']).items():
+  scheduler = Scheduler(
+    draws,
+    prompts.get,
+    sampling,
+    overlong_filter=c['loss']['overlong_filter'],
+    **c['scheduler'],
+  )
+  groups = c['scheduler']['groups_per_step']
+  for name, quota in draws.quotas(groups).items():
+    if quota == 0:
+      raise ValueError(
+        f'dataset {name!r}: weight {prompts.weights[name]} gives it none of '
+        f'scheduler.groups_per_step={groups}, expected at least one'
+      )
     if quota > prompts.sizes[name]:
       raise ValueError(
         f'dataset {name!r}: {prompts.sizes[name]} prompts kept (and '
         f'{prompts.dropped[name]} too long), expected at least the {quota} of one batch'
       )
+  if model.init is not None:
+    fresh_model(model, tokenizer)
+  if len(sampling.stop_ids) > MAX_STOP_IDS:
+    raise ValueError(
+      f'stop ids: {len(sampling.stop_ids)} of them, at most {MAX_STOP_IDS}: '
+      f'{sampling.stop_ids}'
+    )
+  if c['teacher'] is not None:
+    References(tokenizer).check(prompts.all(), sampling.max_new_tokens)
   return Run(
     c=c,
     tokenizer=tokenizer,
@@ -262,8 +290,7 @@ def prepare(c: dict[str, Any]) -> Run:
     sampler=SamplerBlock(**c['sampler']),
     learner=LearnerBlock(**c['learner']),
     loss=Loss(**c['loss']),
-    checkpoint=Checkpoint(**c['checkpoint'] or {}),
-    log=Log(**c['log'] or {}),
+    checkpoint=Checkpoint(**c['checkpoint']),
     scheduler=scheduler,
   )
 
@@ -278,33 +305,34 @@ def _check_numbers(c: dict[str, Any]) -> None:
   s, group = c['sampling'], c['scheduler']['group_size']
   most = s['max_new_tokens']
   need(c['steps'] >= 1, 'steps', c['steps'], 'at least 1')
-  need(c['seed'] >= 0, 'seed', c['seed'], '0 or more')
+  need(0 <= c['seed'] < 2**32, 'seed', c['seed'], '0 to 2**32 - 1')
   need(most >= 1, 'sampling.max_new_tokens', most, 'at least 1')
   need(c['teacher'] in (None, 'solutions'), 'teacher', c['teacher'], "'solutions'")
   if c['teacher'] is None:
     expected = 'at least 2: advantages compare the answers of a group'
     need(group >= 2, 'scheduler.group_size', group, expected)
-    need(s.get('temperature', 1.0) > 0, 'sampling.temperature', 0, 'above 0')
+    heat = s['temperature']
+    need(heat > 0, 'sampling.temperature', heat, 'above 0')
     # The learner's softmax runs over the whole vocabulary.
     why = 'in training: the log-probs of sampler and learner would not agree'
-    need(s.get('top_p', 1.0) == 1, 'sampling.top_p', s.get('top_p'), f'1 {why}')
-    need(s.get('top_k', 0) <= 0, 'sampling.top_k', s.get('top_k'), f'0 {why}')
-    early = s.get('min_new_tokens', 0)
+    need(s['top_p'] == 1, 'sampling.top_p', s['top_p'], f'1 {why}')
+    need(s['top_k'] <= 0, 'sampling.top_k', s['top_k'], f'0 {why}')
+    early = s['min_new_tokens']
     need(early == 0, 'sampling.min_new_tokens', early, f'0 {why}')
   else:
     need(group == 1, 'scheduler.group_size', group, '1, as there is a teacher')
-    dynamic = c['scheduler'].get('dynamic_sampling', True)
+    dynamic = c['scheduler']['dynamic_sampling']
     expected = 'False, as there is a teacher'
     need(not dynamic, 'scheduler.dynamic_sampling', dynamic, expected)
     # Nobody sampled the references: there is no importance to truncate.
     cap = Loss(**c['loss']).tis_cap
     need(cap is None, 'loss.tis_cap', cap, 'None, as there is a teacher')
 
-  mesh = {'data': 1, 'fsdp': 1, 'model': 1} | (c['mesh'] or {})
+  mesh = c['mesh']
   parts = mesh['data'] * mesh['fsdp']
   for name, value in mesh.items():
     need(value >= 1, f'mesh.{name}', value, 'at least 1')
-  prefill = c['sampler'].get('prefill_rows', SamplerBlock.prefill_rows)
+  prefill = c['sampler']['prefill_rows']
   multiple = f'a multiple of mesh.data * mesh.fsdp = {parts}'
   for key, value in (
     ('sampler.slots', c['sampler']['slots']),
@@ -319,7 +347,7 @@ def _check_numbers(c: dict[str, Any]) -> None:
     c['learner']['row_tokens'],
     f'at least prompts.max_tokens + sampling.max_new_tokens = {longest}',
   )
-  chunk = c['sampler'].get('chunk', SamplerBlock.chunk)
+  chunk = c['sampler']['chunk']
   need(chunk >= 1, 'sampler.chunk', chunk, 'at least 1')
   _check_choices(c, need)
 
@@ -329,14 +357,28 @@ def _check_choices(c: dict[str, Any], need: Callable) -> None:
   kinds, averages = ', '.join(AVERAGING), set(AVERAGING.values())
   need(loss.kind in AVERAGING, 'loss.kind', loss.kind, f'one of {kinds}')
   need(loss.kl in ('k1', 'k2', 'k3'), 'loss.kl', loss.kl, 'one of k1, k2, k3')
+  losses.check_settings(
+    loss.kind, loss.clip_low, loss.clip_high, loss.dual_clip, loss.tis_cap
+  )
+  if c['overlong'] is not None:
+    overlong_penalty([1], limit=c['sampling']['max_new_tokens'], **c['overlong'])
   need(loss.kl_coef >= 0, 'loss.kl_coef', loss.kl_coef, '0 or more')
   expected = f'one of {", ".join(sorted(averages))}'
   average = loss.averaging
   need(average is None or average in averages, 'loss.averaging', average, expected)
   make_optimizer(**c['optimizer'], steps=c['steps'])
-  dtype = c['model'].get('dtype', 'float32')
+  dtype = c['model']['dtype']
   need(dtype in ('float32', 'bfloat16'), 'model.dtype', dtype, 'float32 or bfloat16')
-  checkpoint = Checkpoint(**c['checkpoint'] or {})
+  checkpoint = Checkpoint(**c['checkpoint'])
+  window = c['learner']['window']
+  need(window >= 1, 'learner.window', window, 'at least 1')
+  if c['log']['wandb'] is not None and importlib.util.find_spec('wandb') is None:
+    raise ValueError(
+      "config.log.wandb: set, but wandb is not installed (extra 'wandb')"
+    )
+  need(
+    '' not in c['sampling']['stop_strings'], 'sampling.stop_strings', '', 'some text'
+  )
   need(checkpoint.every >= 1, 'checkpoint.every', checkpoint.every, 'at least 1')
   need(checkpoint.keep >= 1, 'checkpoint.keep', checkpoint.keep, 'at least 1')
   if c['evaluate'] is None:
@@ -344,6 +386,9 @@ def _check_choices(c: dict[str, Any], need: Callable) -> None:
   e = Evaluate(**c['evaluate'])
   need(e.every >= 1, 'evaluate.every', e.every, 'at least 1')
   need(e.samples >= 1, 'evaluate.samples', e.samples, 'at least 1')
+  need(0 < e.top_p <= 1, 'evaluate.top_p', e.top_p, 'above 0, at most 1')
+  limit = e.max_new_tokens
+  need(limit is None or limit >= 1, 'evaluate.max_new_tokens', limit, 'at least 1')
   need(e.temperature >= 0, 'evaluate.temperature', e.temperature, '0 or more')
   if e.temperature == 0:
     expected = '1 at temperature 0, where all samples are the same'
@@ -379,24 +424,27 @@ def build_engine(
   run: Run,
   workdir: pathlib.Path,
   *,
-  folder: str | None = None,
   read_only: bool = False,
-  stopping: threading.Event | None = None,
+  stopping: Callable[[], bool] = lambda: False,
 ) -> DeviceEngine:
   """Loads the initial weights and puts the device engine together.
 
   Args:
-    folder: a Hugging Face folder to take the weights from instead of the model's.
     read_only: never writes into the workdir's checkpoints.
-    stopping: asks the engine to stop.
+    stopping: whether the engine is to stop.
   """
-  mesh = make_mesh(**run.c['mesh'] or {})
-  path = folder or run.model.path
+  mesh = make_mesh(**run.c['mesh'])
+  path = run.model.path
   if path is not None:
     model, parameters = weights.load(path, mesh=mesh, dtype=run.model.dtype)
   else:
     model = fresh_model(run.model, run.tokenizer)
     parameters = model_lib.init(model, run.c['seed'])
+  if run.cache_length > model.max_positions:
+    raise ValueError(
+      f'prompts.max_tokens + max_new_tokens = {run.cache_length}, expected at most the '
+      f"model's {model.max_positions} positions"
+    )
   checkpoints = Checkpoints(
     workdir / 'checkpoints',
     keep=run.checkpoint.keep,
@@ -428,13 +476,14 @@ def build_engine(
   return DeviceEngine(
     sampler=sampler,
     learner=learner,
-    grader=GradingPool(**run.c['grading'] or {}, warm=run.verifiers),
+    grader=GradingPool(**run.c['grading'], warm=run.verifiers),
     tokenizer=run.tokenizer,
     checkpoints=checkpoints,
     max_new_tokens=run.sampling.max_new_tokens,
     window=run.learner.window,
     overlong=run.c['overlong'],
     teacher=References(run.tokenizer) if run.c['teacher'] else None,
+    generation_config=weights.generation_config(path) if path else None,
     stopping=stopping,
   )
 

@@ -19,7 +19,7 @@ Settings can be overridden as for train: --config.evaluate.samples=8
 
 
 def main(argv: list[str] | None = None) -> int:
-  arguments = parser(__doc__, epilog=EPILOG, config_needed=False)
+  arguments = parser('evaluate', __doc__, epilog=EPILOG, config_needed=False)
   arguments.add_argument(
     '--step', default='latest', metavar='N', help='a step, latest (default) or all'
   )
@@ -29,15 +29,17 @@ def main(argv: list[str] | None = None) -> int:
   arguments, rest = arguments.parse_known_args(argv)
   workdir = pathlib.Path(arguments.workdir)
   try:
-    settings = config.of_workdir(arguments.config, workdir, overrides(rest))
-    run = config.prepare(settings)
+    c = config.of_workdir(arguments.config, workdir, overrides(rest))
+    if arguments.hf is not None:  # its tokenizer and end ids too
+      c['model'] |= dict(path=arguments.hf, init=None, tokenizer=None)
+    run = config.prepare(c)
     if run.evaluate is None:
       raise ValueError('config.evaluate: missing, nothing says what to evaluate on')
     if arguments.hf is None:
       names = config.checkpointed_steps(workdir, arguments.step)
     else:
       names = ['hf']
-    engine = config.build_engine(run, workdir, folder=arguments.hf, read_only=True)
+    engine = config.build_engine(run, workdir, read_only=True)
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2

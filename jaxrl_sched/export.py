@@ -13,7 +13,7 @@ EPILOG = 'Without --config the settings are those in the workdir.'
 
 
 def main(argv: list[str] | None = None) -> int:
-  arguments = parser(__doc__, epilog=EPILOG, config_needed=False)
+  arguments = parser('export', __doc__, epilog=EPILOG, config_needed=False)
   arguments.add_argument('--step', default='latest', metavar='N', help='or latest')
   arguments.add_argument('--out', required=True, metavar='FOLDER', help='a new folder')
   arguments.add_argument(
@@ -25,9 +25,13 @@ def main(argv: list[str] | None = None) -> int:
   arguments, rest = arguments.parse_known_args(argv)
   workdir = pathlib.Path(arguments.workdir)
   try:
-    settings = config.of_workdir(arguments.config, workdir, overrides(rest))
-    run = config.prepare(settings)
-    (step,) = config.checkpointed_steps(workdir, arguments.step)
+    out = pathlib.Path(arguments.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+      raise ValueError(f'--out={out}: exists, expected a new or empty folder')
+    run = config.prepare(config.of_workdir(arguments.config, workdir, overrides(rest)))
+    step, *others = config.checkpointed_steps(workdir, arguments.step)
+    if others:
+      raise ValueError('--step=all: expected one step')
     engine = config.build_engine(run, workdir, read_only=True)
     try:
       engine.restore(step)

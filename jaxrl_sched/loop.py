@@ -38,14 +38,13 @@ def train(
   Returns:
     Whether the run is complete. False: it was asked to stop, and has saved.
   """
-  first = engine.step
-  for step in range(first, steps + 1):
+  for step in range(engine.step, steps + 1):
     boundary = scheduler.state_dict()
     try:
       found, score = {}, None
       if evaluate is not None and (step % evaluate_every == 0 or step == steps):
         found, score = evaluate(step)
-      if step > first and (step % save_every == 0 or step == steps):
+      if step > 0 and (step % save_every == 0 or step == steps):
         recorder.flush()  # what came before a checkpoint is on disk before it
         engine.save(boundary, score=score)
       if step == steps:

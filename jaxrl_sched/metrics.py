@@ -143,8 +143,8 @@ class Recorder:
     """The latest value of every key logged, also by earlier runs in this folder.
 
     Besides: 'held_out/first' and 'held_out/last', the mean pass@1 over datasets at the
-    first and the last evaluation, and the sums 'total/tokens_generated' and
-    'total/seconds', each where there is one.
+    first and the last evaluation, and the sums 'total/tokens_generated',
+    'total/seconds' and 'total/updates' (made, not skipped), each where there is one.
     """
     if not self._metrics_file.closed:
       self._write_pending()
@@ -326,6 +326,9 @@ class _Summary:
     ):
       if key in line:
         self._totals[total] = self._totals.get(total, 0) + line[key]
+    if 'update/skipped' in line:
+      made = 1 - line['update/skipped']
+      self._totals['total/updates'] = self._totals.get('total/updates', 0) + made
     rates = [v for k, v in line.items() if _PASS_RATE.fullmatch(k)]
     if rates:
       self.held_out_last = statistics.fmean(rates)

@@ -4,8 +4,10 @@ What the keys mean is `config.py`'s business. Every error is a ValueError of one
 """
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import difflib
+import fcntl
 import importlib.util
 import inspect
 import json
@@ -22,7 +24,7 @@ from ml_collections import ConfigDict
 def load(name: str) -> dict[str, Any]:
   """The dict of a config file: a path, or 'path:argument' for `get_config(argument)`."""
   path, colon, argument = name.partition(':')
-  file = pathlib.Path(path)
+  file = pathlib.Path(path).resolve()
   if not file.is_file():
     raise ValueError(f'--config={name}: there is no file {path}')
   spec = importlib.util.spec_from_file_location(f'config_{file.stem}', file)
@@ -45,6 +47,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+  """ConfigDicts as dicts; what JSON does not hold is refused."""
   if isinstance(value, ConfigDict):
     value = value.to_dict()
   if isinstance(value, dict):
@@ -52,6 +55,10 @@ def _plain(value: Any) -> Any:
       if not isinstance(key, str):
         raise ValueError(f'config: key {key!r}, expected text')
     return {key: _plain(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return type(value)(map(_plain, value))
+  if value is not None and not isinstance(value, bool | int | float | str):
+    raise ValueError(f'config: {value!r}, expected a number, text, list or block')
   return value
 
 
@@ -87,7 +94,9 @@ def check_known(key: str, known: Sequence[str], where: str) -> None:
 def keywords(
   where: str, block: Any, names: Callable, given: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-  """The block, as keyword arguments of `names`: each known and of its type.
+  """The block, as keyword arguments of `names`: each known, of its type, and there.
+
+  What is left out gets its default, so that a config says all that a run does.
 
   Args:
     where: of the block, for messages.
@@ -100,14 +109,16 @@ def keywords(
   known = [p for p in signature.parameters if p not in given]
   for key in block:
     check_known(key, known, where)
+  found = {}
   for name in known:
-    parameter = signature.parameters[name]
-    if parameter.default is parameter.empty and name not in block:
+    default = signature.parameters[name].default
+    if name in block:
+      found[name] = typed(f'{where}.{name}', block[name], hints.get(name, Any))
+    elif default is inspect.Parameter.empty:
       raise ValueError(f'{where}.{name}: missing')
-  return {
-    key: typed(f'{where}.{key}', value, hints.get(key, Any))
-    for key, value in block.items()
-  }
+    else:
+      found[name] = default
+  return found
 
 
 def typed(where: str, value: Any, kind: Any) -> Any:
@@ -169,21 +180,55 @@ def _dumps(c: dict[str, Any]) -> str:
   return json.dumps(c, indent=2, sort_keys=True) + '\n'
 
 
-def claim(workdir: pathlib.Path, c: dict[str, Any], free: Sequence[str] = ()) -> None:
-  """Writes config.json, or refuses a workdir that was made with another config.
+def of_workdir(workdir: pathlib.Path) -> dict[str, Any] | None:
+  """The config that made a workdir; None: it is new."""
+  file = workdir / 'config.json'
+  if not file.exists():
+    return None
+  try:
+    found = json.loads(file.read_text(encoding='utf-8'))
+  except (ValueError, OSError) as error:
+    raise ValueError(f'{file}: cannot be read: {error}') from None
+  if not isinstance(found, dict):
+    raise ValueError(f'{file}: expected the settings of a run')
+  return found
+
+
+def check_workdir(
+  workdir: pathlib.Path, c: dict[str, Any], free: Sequence[str] = ()
+) -> None:
+  """Refuses a workdir that was made with another config.
 
   Args:
     free: top-level keys that may differ from what made the workdir.
   """
-  file = workdir / 'config.json'
-  if file.exists():
-    found = differences(json.loads(file.read_text()), c, free)
-    if found:
-      raise ValueError(
-        f'workdir {workdir} belongs to another config; it differs in '
-        f"{'; '.join(found)}. Take another workdir, or this one's settings"
-      )
-  workdir.mkdir(parents=True, exist_ok=True)
-  half = file.with_name('.config.json.half')
-  half.write_text(_dumps(c))
-  half.replace(file)
+  old = of_workdir(workdir)
+  found = [] if old is None else differences(old, c, free)
+  if found:
+    raise ValueError(
+      f'workdir {workdir} belongs to another config; it differs in {"; ".join(found)}. '
+      "Take another workdir, or this one's settings"
+    )
+
+
+def write(workdir: pathlib.Path, c: dict[str, Any]) -> None:
+  """config.json, whole or not at all."""
+  half = workdir / '.config.json.half'
+  half.write_text(_dumps(c), encoding='utf-8')
+  half.replace(workdir / 'config.json')
+
+
+@contextlib.contextmanager
+def only_one(workdir: pathlib.Path) -> Iterator[None]:
+  """Makes the workdir, and holds it against a second run in the same place."""
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    lock = (workdir / '.lock').open('w')
+  except OSError as error:
+    raise ValueError(f'workdir {workdir}: cannot be written to: {error}') from None
+  with lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      raise ValueError(f'workdir {workdir}: another run is at work there') from None
+    yield

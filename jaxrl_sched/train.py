@@ -5,11 +5,11 @@ python -m jaxrl_sched.train --config=configs/quickstart.py --workdir=DIR
 
 import argparse
 from collections.abc import Callable
+import contextlib
 import functools
 import pathlib
 import signal
 import sys
-import threading
 import time
 
 import numpy as np
@@ -29,9 +29,10 @@ with 0; the same command goes on from there. Bad input ends with 2 and one line.
 
 
 def parser(
-  description: str, *, epilog: str = EPILOG, config_needed: bool = True
+  name: str, description: str, *, epilog: str = EPILOG, config_needed: bool = True
 ) -> argparse.ArgumentParser:
   result = argparse.ArgumentParser(
+    prog=f'python -m jaxrl_sched.{name}',
     description=description.strip(),
     epilog=epilog,
     formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -61,72 +62,104 @@ def overrides(rest: list[str]) -> list[tuple[str, str]]:
   return found
 
 
+class Stop:
+  """Whether a signal has asked the run to stop. A second Ctrl-C does not ask."""
+
+  def __init__(self):
+    self._asked = False
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, self._hear)
+
+  def __call__(self) -> bool:
+    return self._asked
+
+  def _hear(self, number: int, _) -> None:
+    self._asked = True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def main(argv: list[str] | None = None) -> int:
-  arguments, rest = parser(__doc__).parse_known_args(argv)
+  arguments, rest = parser('train', __doc__).parse_known_args(argv)
   workdir = pathlib.Path(arguments.workdir)
-  stopping = threading.Event()
   try:
-    run = config.prepare(config.read(arguments.config, overrides(rest)))
-    settings.claim(workdir, run.c, config.FREE)
-    print('Building the model and compiling ...', flush=True)
-    engine = config.build_engine(run, workdir, stopping=stopping)
+    c = config.read(arguments.config, overrides(rest))
+    run = config.prepare(c)
+    settings.check_workdir(workdir, c, config.free(c))
+    with settings.only_one(workdir):
+      return _train(run, workdir)
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
-  for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: stopping.set())
-  try:
-    return _run(run, engine, workdir)
-  finally:
-    engine.close()
 
 
-def _run(run: config.Run, engine, workdir: pathlib.Path) -> int:
-  began = time.perf_counter()
-  try:
-    state = engine.restore()
-    if state is not None:
-      run.scheduler.load_state_dict(state)
-      print(f'Resuming at step {engine.step}.', flush=True)
-  except ValueError as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
+def _train(run: config.Run, workdir: pathlib.Path) -> int:
+  began, steps = time.perf_counter(), run.c['steps']
+  stop = Stop()
   for name, count in run.prompts.dropped.items():
     if count:
       print(f'{name}: {count} prompts dropped, longer than prompts.max_tokens')
-  engine.warm_up(run.longest_prompt)
-  with Recorder(
-    workdir, steps=run.c['steps'], start=engine.step, **run.c['log'] or {}
-  ) as recorder:
-    complete = loop.train(
-      engine,
-      run.scheduler,
-      recorder,
-      steps=run.c['steps'],
-      save_every=run.checkpoint.every,
-      evaluate_every=run.evaluate.every if run.evaluate else 1,
-      evaluate=evaluator(run, engine),
-      advantages_of=advantages(run),
-    )
-    summary = recorder.summary()
-  page = report.write_report(workdir)
+  print('Building the model and compiling ...', flush=True)
+  with contextlib.closing(config.build_engine(run, workdir, stopping=stop)) as engine:
+    _restore(run, engine, workdir)
+    settings.write(workdir, run.c)
+    if not stop():
+      engine.warm_up(run.longest_prompt)
+    with Recorder(workdir, steps=steps, start=engine.step, **run.c['log']) as recorder:
+      complete = loop.train(
+        engine,
+        run.scheduler,
+        recorder,
+        steps=steps,
+        save_every=run.checkpoint.every,
+        evaluate_every=run.evaluate.every if run.evaluate else 1,
+        evaluate=evaluator(run, engine),
+        advantages_of=advantages(run),
+      )
+      summary = recorder.summary()
+    page = report.write_report(workdir)
+    engine.wait()  # what is said to be saved, is
+  took = duration(time.perf_counter() - began)
   if not complete:
     print(f'Stopped at step {engine.step}, saved. The same command goes on from there.')
     return 0
-  took = duration(time.perf_counter() - began)
   first, last = summary.get('held_out/first'), summary.get('held_out/last')
   if last is not None:
     print(f'Held-out pass rate {first:.3f} -> {last:.3f} in {took}.')
   else:
     print(f'Done in {took}.')
   print(f'Workdir: {workdir}   Report: {page}')
+  if summary.get('total/updates') == 0:
+    print(
+      'error: no update was made: no group had answers of different reward',
+      file=sys.stderr,
+    )
+    return 1
   return 0
+
+
+def _restore(run: config.Run, engine, workdir: pathlib.Path) -> None:
+  """Goes on from the newest whole checkpoint, if there is one."""
+  state = engine.restore()
+  if state is not None:
+    run.scheduler.load_state_dict(state)
+    if engine.step > run.c['steps']:
+      raise ValueError(
+        f'config.steps: {run.c["steps"]}, but {workdir} is at {engine.step} already'
+      )
+    print(f'Resuming at step {engine.step}.', flush=True)
+    return
+  damaged = sorted(p.name for p in (workdir / 'checkpoints').glob('*.damaged*'))
+  if damaged:
+    raise ValueError(
+      f'{workdir}/checkpoints holds damaged steps only ({", ".join(damaged)}): take '
+      'another workdir, or remove them to begin anew'
+    )
 
 
 def advantages(run: config.Run) -> Callable[[np.ndarray], np.ndarray]:
   if run.c['teacher'] is not None:
     return np.ones_like  # the policy gradient is then that of supervised learning
-  return functools.partial(group_advantages, **run.c['advantage'] or {})
+  return functools.partial(group_advantages, **run.c['advantage'])
 
 
 def evaluator(run: config.Run, engine):

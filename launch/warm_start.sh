@@ -17,6 +17,7 @@ learn() {
   say "$variant"
   "$VENV/bin/python" -m jaxrl_sched.train --config="configs/quickstart.py:$variant" \
     --workdir="$runs/$variant" "$@"
+  rm -rf "$folder"
   "$VENV/bin/python" -m jaxrl_sched.export --workdir="$runs/$variant" --out="$folder" \
     --dtype=float16
 }

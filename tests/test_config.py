@@ -1,6 +1,5 @@
 """Bad input: one line naming key, value and what was expected, before any model."""
 
-import json
 import pathlib
 import re
 
@@ -43,6 +42,16 @@ def prepared(*overrides):
     ('evaluate.temperature=0', 'config.evaluate.samples: 2, expected 1 at temperature'),
     ('evaluate.k=(1,9)', 'config.evaluate.k: 9, expected 1 to evaluate.samples=2'),
     ('steps=0', 'config.steps: 0, expected at least 1'),
+    ('seed=8589934592', 'config.seed: 8589934592, expected 0 to'),
+    ('evaluate.max_new_tokens=0', 'evaluate.max_new_tokens: 0, expected at least 1'),
+    ('evaluate.top_p=1.5', 'evaluate.top_p: 1.5, expected above 0'),
+    ('loss.clip_low=-1', 'clip_low and clip_high: -1.0'),
+    ('loss.tis_cap=0', 'tis_cap: 0.0, expected above 0'),
+    ('loss.dual_clip=0.5', 'dual_clip: 0.5'),
+    ('learner.window=0', 'learner.window: 0, expected at least 1'),
+    ("sampling.stop_strings=['']", "sampling.stop_strings: '', expected some text"),
+    ('model.init.d_model=64', 'config.model: expected either path or init'),
+    ('prompts.datasets.sums.weight=99', "dataset 'last_digits': weight 1.0 gives it"),
     ('checkpoint.keep=0', 'config.checkpoint.keep: 0, expected at least 1'),
     ('loss.kind=ppo', "config.loss.kind: 'ppo', expected one of grpo, dapo"),
     ('loss.kl=k4', "config.loss.kl: 'k4', expected one of k1, k2, k3"),
@@ -103,19 +112,40 @@ def test_an_argument_reaches_get_config():
 
 def test_a_workdir_of_another_config_is_refused_by_the_differing_keys(tmp_path):
   """H7: never a mixture of two runs."""
-  settings.claim(tmp_path, config.read(SMOKE), config.FREE)
-  settings.claim(tmp_path, config.read(SMOKE), config.FREE)
-  settings.claim(
-    tmp_path,
-    config.read(SMOKE, [('steps', '9'), ('checkpoint.keep', '5')]),
-    config.FREE,
-  )
-  other = config.read(SMOKE, [('seed', '1'), ('loss.kind', 'grpo')])
+
+  def check(*overrides):
+    c = config.read(SMOKE, overrides)
+    settings.check_workdir(tmp_path, c, config.free(c))
+    return c
+
+  settings.write(tmp_path, check())
+  check()
+  check(('steps', '9'), ('checkpoint.keep', '5'))
+  check(('sampler.chunk', '8'))  # what it is anyway
   with pytest.raises(ValueError) as error:
-    settings.claim(tmp_path, other, config.FREE)
+    check(('seed', '1'), ('loss.kind', 'grpo'))
   assert 'seed: 0 -> 1' in str(error.value)
   assert 'loss.kind: dapo -> grpo' in str(error.value)
-  assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 0
+  # A decaying learning rate hangs on the steps.
+  settings.write(tmp_path, config.read(SMOKE, [('optimizer.schedule', 'cosine')]))
+  with pytest.raises(ValueError, match='steps: 6 -> 9'):
+    check(('optimizer.schedule', 'cosine'), ('steps', '9'))
+  (tmp_path / 'config.json').write_text('{')
+  with pytest.raises(ValueError, match=r'config\.json: cannot be read'):
+    check()
+
+
+def test_a_workdir_is_for_one_run_at_a_time(tmp_path):
+  with settings.only_one(tmp_path), pytest.raises(ValueError, match='another run'):
+    with settings.only_one(tmp_path):
+      pass
+  with settings.only_one(tmp_path):
+    pass
+  file = tmp_path / 'file'
+  file.touch()
+  with pytest.raises(ValueError, match='cannot be written to'):
+    with settings.only_one(file):
+      pass
 
 
 def test_the_command_exits_2_with_one_line(tmp_path, capsys):

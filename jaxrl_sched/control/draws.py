@@ -101,9 +101,14 @@ class Draws:
     }
 
   def state_dict(self) -> dict[str, Any]:
-    return {'place': {name: list(place) for name, place in self._place.items()}}
+    place = {name: list(place) for name, place in self._place.items()}
+    return {'sizes': dict(self._datasets), 'place': place}
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
     check_state('draws', state, self.state_dict())
+    if state['sizes'] != self._datasets:
+      raise ValueError(
+        f'prompts were {state["sizes"]} when this run began, now {self._datasets}'
+      )
     check_state('draws.place', state['place'], self._place)
     self._place = {name: list(state['place'][name]) for name in self._datasets}

@@ -47,6 +47,7 @@ class Scheduler:
     groups_per_step, group_size: of a batch.
     dynamic_sampling: False trains on every group.
     surplus: 'carry' or 'drop'.
+    overlong_filter: truncated answers are not trained on (the learner's setting).
   """
 
   def __init__(
@@ -60,6 +61,7 @@ class Scheduler:
     dynamic_sampling: bool = True,
     max_rounds: int = 8,
     surplus: str = 'carry',
+    overlong_filter: bool = False,
   ):
     if groups_per_step < 1 or max_rounds < 1:
       raise ValueError(
@@ -72,6 +74,7 @@ class Scheduler:
     self._quotas = draws.quotas(groups_per_step)
     self._group_size = group_size
     self._dynamic, self._surplus_rule = dynamic_sampling, surplus
+    self._overlong_filter = overlong_filter
     self._max_rounds = max_rounds if dynamic_sampling else 1
     self._draw = 0
     self._yields = {name: _Yield() for name in self._quotas}
@@ -153,7 +156,10 @@ class Scheduler:
       each group whose fate it settled.
     """
     batch = [g for groups in self._accepted.values() for g in groups]
-    self._settled.extend((group, 'trained', '') for group in batch)
+    for group in batch:
+      used = self._trained_tokens(group) > 0
+      fate = ('trained', '') if used else ('dropped', 'overlong')
+      self._settled.append((group, *fate))
     for name, record in self._yields.items():
       seen = [g for g in self._seen if g.request.prompt.dataset == name]
       useful = sum(bool(np.ptp(g.verdicts) > SAME) for g in seen)
@@ -164,6 +170,10 @@ class Scheduler:
     self._begin()
     return batch, metrics, lines
 
+  def _trained_tokens(self, group: Group) -> int:
+    kept = ~group.truncated if self._overlong_filter else np.ones(group.size, bool)
+    return int(group.lengths[kept].sum())
+
   def pending(self) -> list[dict[str, Any]]:
     """A line for each group that is still carried: what the end of a run leaves."""
     return [_line(group, 'pending', '') for group in self._carried]
@@ -173,13 +183,12 @@ class Scheduler:
   def _metrics(self, batch: Sequence[Group]) -> dict[str, float]:
     metrics = {
       'rollout/groups_generated': len(self._seen),
-      'rollout/groups_trained': len(batch),
       'rollout/groups_pending': len(self._carried),
       'rollout/rounds': self._round,
       'rollout/tokens_generated': sum(int(g.lengths.sum()) for g in self._seen),
-      'rollout/tokens_trained': sum(int(g.lengths.sum()) for g in batch),
+      'rollout/tokens_trained': sum(map(self._trained_tokens, batch)),
     }
-    for fate in FATES[1:]:
+    for fate in FATES:
       count = sum(settled[1] == fate for settled in self._settled)
       metrics[f'rollout/groups_{fate}'] = count
     if self._seen:
@@ -261,6 +270,7 @@ def _pack_group(group: Group) -> dict[str, Any]:
   request = group.request
   return {
     'draw': request.draw,
+    'prompt_id': request.prompt.id,
     'dataset': request.prompt.dataset,
     'index': request.prompt.index,
     'pass': request.dataset_pass,
@@ -294,9 +304,15 @@ def _unpack_group(
     )
     for c in packed['completions']
   )
+  prompt = prompt_of(packed['dataset'], packed['index'])
+  if prompt.id != packed['prompt_id']:
+    raise ValueError(
+      f'prompt {packed["index"]} of {packed["dataset"]!r} was {packed["prompt_id"]!r} '
+      f'when this run began, now it is {prompt.id!r}'
+    )
   request = Request(
     draw=packed['draw'],
-    prompt=prompt_of(packed['dataset'], packed['index']),
+    prompt=prompt,
     size=len(completions),
     sampling=sampling,
     dataset_pass=packed['pass'],

@@ -107,7 +107,8 @@ class Checkpoints:
     """Copies everything out, and writes it in the background.
 
     When this returns, arrays may be donated and the rest changed. A step that is
-    there already stays as it is: resuming is exact, so this would be its like.
+    there already stays as it is, since resuming is exact and this would be its like;
+    only a score that it lacks is added.
 
     Args:
       step: how many learner steps lie behind this state.
@@ -139,6 +140,7 @@ class Checkpoints:
       if self._path(step).exists():
         fault = self._fault(step)
         if fault is None:
+          self._add_score(step, score)
           return False
         self._set_aside(step, fault)
       self._texts = {
@@ -250,10 +252,22 @@ class Checkpoints:
     sizes = {
       file.relative_to(path).as_posix(): self._measure(file) for file in sorted(files)
     }
-    body = json.dumps({**self._manifest, 'files': sizes})
+    self._write_manifest(path / 'manifest.json', {**self._manifest, 'files': sizes})
+
+  def _write_manifest(self, file: epath.Path, manifest: dict[str, Any]) -> None:
+    body = json.dumps(manifest)
     crc = zlib.crc32(body.encode())
-    (path / 'manifest.json').write_text(f'{{"crc": {crc}, "manifest":\n{body}}}\n')
-    self._sync(path / 'manifest.json')
+    file.write_text(f'{{"crc": {crc}, "manifest":\n{body}}}\n')
+    self._sync(file)
+
+  def _add_score(self, step: int, score: float | None) -> None:
+    """A step saved before it was evaluated gets its score when that is known."""
+    manifest = self._read_manifest(step)
+    if score is None or manifest['score'] is not None:
+      return
+    half = self._path(step) / 'manifest.json.half'
+    self._write_manifest(half, {**manifest, 'score': float(score)})
+    half.replace(self._path(step) / 'manifest.json')
 
   def _measure(self, file: epath.Path) -> list[int]:
     """[size] or [size, checksum]: an object store checks its own bytes."""

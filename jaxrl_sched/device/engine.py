@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import sys
-import threading
 import time
 from typing import Any
 
@@ -48,7 +47,8 @@ class DeviceEngine:
     overlong: keyword arguments of `overlong_penalty` but for the limit, or None.
     max_new_tokens: of training; the limit that shaping and averaging speak of.
     window: of the packing.
-    stopping: set (by a signal handler) when the run is to stop.
+    stopping: whether (since a signal came) the run is to stop.
+    generation_config: of the model's source, for exports.
   """
 
   def __init__(
@@ -63,7 +63,8 @@ class DeviceEngine:
     window: int = 16,
     overlong: dict[str, Any] | None = None,
     teacher: References | None = None,
-    stopping: threading.Event | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+    generation_config: dict[str, Any] | None = None,
   ):
     self.step = 0
     self._sampler, self._learner, self._grader = sampler, learner, grader
@@ -74,7 +75,7 @@ class DeviceEngine:
       overlong,
     )
     self._teacher = teacher
-    self._stopping = threading.Event() if stopping is None else stopping
+    self._stopping, self._generation_config = stopping, generation_config
     self._submitted: list[Request] = []
     self._compiled = CompileCounter()
     self._times = dict.fromkeys(('generate_s', 'reward_s'), 0.0)
@@ -107,7 +108,12 @@ class DeviceEngine:
       self.step, self._learner.state, control=control, pending=pending, score=score
     )
 
+  def wait(self) -> None:
+    """Until the last save is committed. Raises RuntimeError if it failed."""
+    self._checkpoints.wait()
+
   def submit(self, requests: Sequence[Request]) -> None:
+    self._check()
     self._submitted.extend(requests)
 
   def collect(self) -> list[Group]:
@@ -133,17 +139,18 @@ class DeviceEngine:
       text = self.text_of(completion, request.sampling.stop_ids)
       self._grader.submit((completion.draw, completion.answer), text, request.prompt)
 
-    def check() -> None:
-      if self._stopping.is_set():
-        raise Stopped
-
     began = time.perf_counter()
-    completions = source.generate(requests, on_finish=grade, on_chunk=check)
+    completions = source.generate(requests, on_finish=grade, on_chunk=self._check)
     sampled = time.perf_counter()
-    grades = self._grader.collect()
+    grades = self._grader.collect(while_waiting=self._check)
     self._times['generate_s'] += sampled - began
     self._times['reward_s'] += time.perf_counter() - sampled
 
+    if grades and all(g.fault is not None for g in grades.values()):
+      grade = next(iter(grades.values()))
+      raise RuntimeError(
+        f'grading: every answer failed; the first: {grade.fault}: {grade.detail}'
+      )
     groups, rest = [], iter(completions)
     for request in requests:
       answers = tuple(next(rest) for _ in range(request.size))
@@ -160,6 +167,10 @@ class DeviceEngine:
         )
       )
     return groups
+
+  def _check(self) -> None:
+    if self._stopping():
+      raise Stopped
 
   def _warn(self, request: Request, grades: Sequence[Grade]) -> None:
     """Says what went wrong in a verifier, the first time of each kind."""
@@ -226,7 +237,8 @@ class DeviceEngine:
         metrics['nll'] = metrics['mismatch/logp_abs_mean']
       if self._teacher is not None or not (lags == 0).any():
         # No answer of the current weights, so no gap between sampler and learner.
-        metrics = {k: v for k, v in metrics.items() if not k.startswith('mismatch/')}
+        gap = 'mismatch/logp_abs_'
+        metrics = {k: v for k, v in metrics.items() if not k.startswith(gap)}
     self.step += 1
     self._publish()
     # The next sampling needs the new weights anyway; waiting here keeps times honest.
@@ -256,6 +268,7 @@ class DeviceEngine:
       out,
       tokenizer=self._tokenizer,
       stored_dtype=stored_dtype,
+      generation_config=self._generation_config,
     )
 
   def close(self) -> None:

@@ -66,7 +66,13 @@ def policy_loss(
     'ratio', 'kl_old' (k3 of KL(old || new)), with `logp_sampled` 'tis_raw' (rho)
     and with `tis_cap` 'tis' (rho as capped).
   """
-  _check(logp, kind, clip_low, clip_high, dual_clip, tis_cap, logp_sampled, segments)
+  check_settings(kind, clip_low, clip_high, dual_clip, tis_cap)
+  if tis_cap is not None and logp_sampled is None:
+    raise ValueError(f'tis_cap: {tis_cap} needs logp_sampled, which is None')
+  if kind == 'gspo' and segments is None:
+    raise ValueError('gspo: needs segments, which is None')
+  for x in (logp_sampled, segments):
+    assert x is None or x.shape == logp.shape
   assert logp.shape == logp_old.shape == advantage.shape == weight.shape
   trained = weight > 0
 
@@ -188,12 +194,17 @@ def _answer_mean(
   return jax.vmap(row)(x, trained, segments)
 
 
-def _check(
-  logp, kind, clip_low, clip_high, dual_clip, tis_cap, logp_sampled, segments
+def check_settings(
+  kind: str,
+  clip_low: float,
+  clip_high: float,
+  dual_clip: float | None,
+  tis_cap: float | None,
 ) -> None:
+  """Raises ValueError for settings that no loss can have."""
   if kind not in KINDS:
     raise ValueError(f'loss kind: {kind!r}, expected one of {", ".join(KINDS)}')
-  if clip_low < 0 or clip_high < 0:
+  if not (clip_low >= 0 and clip_high >= 0):
     raise ValueError(
       f'clip_low and clip_high: {clip_low} and {clip_high}, expected at least 0'
     )
@@ -203,9 +214,3 @@ def _check(
     )
   if tis_cap is not None and not tis_cap > 0:
     raise ValueError(f'tis_cap: {tis_cap}, expected above 0')
-  if tis_cap is not None and logp_sampled is None:
-    raise ValueError(f'tis_cap: {tis_cap} needs logp_sampled, which is None')
-  if kind == 'gspo' and segments is None:
-    raise ValueError('gspo: needs segments, which is None')
-  for x in (logp_sampled, segments):
-    assert x is None or x.shape == logp.shape

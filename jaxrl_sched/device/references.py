@@ -1,11 +1,11 @@
 """Reference solutions in the sampler's place: what warm starts learn from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_sched.types import Completion, Request
+from jaxrl_sched.types import Completion, Prompt, Request
 
 
 class References:
@@ -21,6 +21,25 @@ class References:
     self._tokenizer = tokenizer
     self.version = 0
 
+  def check(self, prompts: Iterable[Prompt], max_new_tokens: int) -> None:
+    """Raises ValueError for the first prompt without a solution that fits."""
+    if self._tokenizer.eos_token_id is None:
+      raise ValueError('teacher: the tokenizer has no end token to end solutions with')
+    for prompt in prompts:
+      self._tokens(prompt, max_new_tokens)
+
+  def _tokens(self, prompt: Prompt, limit: int) -> np.ndarray:
+    if not isinstance(prompt.solution, str):
+      raise ValueError(f'prompt {prompt.id!r}: no solution, needed by teacher')
+    ids = self._tokenizer(prompt.solution, add_special_tokens=False).input_ids
+    tokens = np.array([*ids, self._tokenizer.eos_token_id], np.int32)
+    if len(tokens) > limit:
+      raise ValueError(
+        f'prompt {prompt.id!r}: its solution has {len(tokens)} tokens, expected at '
+        f'most sampling.max_new_tokens={limit}'
+      )
+    return tokens
+
   def load(self, parameters, version: int) -> None:
     del parameters  # references are nobody's samples
     self.version = version
@@ -34,17 +53,7 @@ class References:
   ) -> list[Completion]:
     completions = []
     for request in requests:
-      prompt = request.prompt
-      if not isinstance(prompt.solution, str):
-        raise ValueError(f'prompt {prompt.id!r}: no solution, needed by teacher')
-      ids = self._tokenizer(prompt.solution, add_special_tokens=False).input_ids
-      tokens = np.array([*ids, self._tokenizer.eos_token_id], np.int32)
-      limit = request.sampling.max_new_tokens
-      if len(tokens) > limit:
-        raise ValueError(
-          f'prompt {prompt.id!r}: its solution has {len(tokens)} tokens, expected at '
-          f'most sampling.max_new_tokens={limit}'
-        )
+      tokens = self._tokens(request.prompt, request.sampling.max_new_tokens)
       completion = Completion(
         draw=request.draw,
         answer=0,

@@ -6,7 +6,7 @@ fork (the parent runs jax's threads), no second run of `__main__`, no jax.
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 import ctypes
 import dataclasses
 from decimal import Decimal
@@ -136,12 +136,21 @@ class GradingPool:
     self._queue.append(_Task(key=key, reward=prompt.reward, payload=payload))
     self._wake()
 
-  def collect(self) -> dict[Hashable, Grade]:
-    """Waits for all that was submitted; grades in the order of submission."""
+  def collect(
+    self, *, while_waiting: Callable[[], None] = lambda: None
+  ) -> dict[Hashable, Grade]:
+    """Waits for all that was submitted; grades in the order of submission.
+
+    Args:
+      while_waiting: called several times a second; it may raise to give up.
+    """
+
+    def done() -> bool:
+      return len(self._grades) == len(self._keys) or self._ended is not None
+
     with self._changed:
-      self._changed.wait_for(
-        lambda: len(self._grades) == len(self._keys) or self._ended
-      )
+      while not self._changed.wait_for(done, timeout=0.25):
+        while_waiting()
       if len(self._grades) < len(self._keys):
         self._raise_if_ended()
       grades = {key: self._grades[key] for key in self._keys}

@@ -5,9 +5,13 @@ the reference solutions mix the two. At once is mostly wrong, so what rewards ca
 is to think first, and to think without slips. Terms carry letters to be found by.
 """
 
+import itertools
 from typing import Any
+import zlib
 
 import numpy as np
+
+ASIDE = 8  # one prompt in so many is held out
 
 
 class _Running:
@@ -21,6 +25,7 @@ class _Running:
     terms: tuple[int, int],
     largest: int,
     direct: float = 0.0,
+    held_out: bool = False,
   ):
     """A set of records.
 
@@ -30,7 +35,10 @@ class _Running:
       terms: fewest and most numbers of a record.
       largest: of a number.
       direct: share of the solutions that answer at once.
+      held_out: whether prompts are of the part set aside. Which part a prompt is of
+        depends on its text, so that no seed or count mixes them.
     """
+    self._held_out = held_out
     self._count, self._seed, self._direct = count, seed, direct
     self._terms, self._largest = tuple(terms), largest
 
@@ -38,9 +46,13 @@ class _Running:
     return self._count
 
   def _record(self, i: int, name: str, running) -> dict[str, Any]:
-    rng = np.random.default_rng((self._seed, i))
     low, high = self._terms
-    numbers = rng.integers(1, self._largest + 1, rng.integers(low, high + 1))
+    for attempt in itertools.count():
+      rng = np.random.default_rng((self._seed, i, attempt))
+      numbers = rng.integers(1, self._largest + 1, rng.integers(low, high + 1))
+      aside = zlib.crc32(f'{name} {numbers.tolist()}'.encode()) % ASIDE == 0
+      if aside == self._held_out:
+        break
     totals = running(numbers).tolist()
 
     def labelled(values):

@@ -85,7 +85,9 @@ def test_strange_state_and_settings_are_refused():
   with pytest.raises(ValueError, match='other'):
     draws.load_state_dict({'other': 1})
   with pytest.raises(ValueError, match='draws.place'):
-    draws.load_state_dict({'place': {'b': [0, 0]}})
+    draws.load_state_dict({'sizes': {'a': 5}, 'place': {'b': [0, 0]}})
+  with pytest.raises(ValueError, match="prompts were {'a': 5} .* now {'a': 4}"):
+    Draws({'a': 4}, {'a': 1.0}).load_state_dict(draws.state_dict())
   with pytest.raises(ValueError, match="dataset 'a': 0 prompts"):
     Draws({'a': 0}, {'a': 1.0})
   with pytest.raises(ValueError, match='sum is 0'):

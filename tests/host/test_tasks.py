@@ -51,3 +51,10 @@ def test_the_share_of_direct_answers_is_as_asked():
   records = Sums(count=2000, seed=0, direct=0.6)
   share = np.mean([len(numbers(records[i]['solution'])) == 1 for i in range(2000)])
   assert abs(share - 0.6) < 4 * (0.6 * 0.4 / 2000) ** 0.5
+
+
+@pytest.mark.parametrize('task', [Sums, LastDigits])
+def test_held_out_prompts_are_never_trained_on(task):
+  train, aside = task(count=4000, seed=1), task(count=200, seed=9, held_out=True)
+  trained = {train[i]['prompt'] for i in range(4000)}
+  assert not trained & {aside[i]['prompt'] for i in range(200)}
