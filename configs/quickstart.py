@@ -1,6 +1,13 @@
-"""DAPO on two small tasks; a 0.8 M parameter policy on two laptop cores.
+"""DAPO on two small tasks: can a small policy learn from rewards to think first?
 
-bash launch/quickstart.sh
+    bash launch/quickstart.sh
+
+Needs:  two CPU cores, 2 GiB of memory.
+Time:   1.5 minutes, 0.4 to 2 s a step (two cores of an AMD EPYC).
+Score:  held-out pass@1 at temperature 1, 256 prompts, 2 samples each: 0.33 to 0.38
+        before, 0.992 to 1.000 after, seeds 0 to 2 (tests/bench/quickstart.py).
+Source: arXiv 2503.14476 for clip-higher, token mean and dynamic sampling; the rest is
+        ours. `:think` and `:mix` make the starting weights (launch/warm_start.sh).
 """
 
 import pathlib
@@ -14,7 +21,7 @@ TASKS = 'jaxrl_sched.host.tasks'
 def get_config(variant: str = 'train') -> ConfigDict:
   c = ConfigDict()
   c.seed = 0
-  c.steps = 100
+  c.steps = 60
   c.model = dict(path=str(HERE / 'quickstart_model'))
   c.prompts = dict(
     datasets=dict(
@@ -26,10 +33,10 @@ def get_config(variant: str = 'train') -> ConfigDict:
   )
   c.sampling = dict(temperature=1.0, max_new_tokens=28)
   c.sampler = dict(slots=64, chunk=8)
-  c.scheduler = dict(groups_per_step=16, group_size=8)
+  c.scheduler = dict(groups_per_step=16, group_size=8, max_rounds=2)
   c.advantage = dict(divide_by_std=True)
   c.loss = dict(kind='dapo', clip_low=0.2, clip_high=0.28)
-  c.optimizer = dict(learning_rate=3e-4, warmup_steps=5, max_grad_norm=1.0)
+  c.optimizer = dict(learning_rate=3e-5, warmup_steps=5, max_grad_norm=1.0)
   c.learner = dict(rows=8, row_tokens=256)
   c.evaluate = dict(
     datasets=dict(
@@ -38,25 +45,27 @@ def get_config(variant: str = 'train') -> ConfigDict:
         source=f'{TASKS}:LastDigits', options=dict(count=128, held_out=True)
       ),
     ),
-    every=20,
+    every=5,
     samples=2,
   )
-  c.checkpoint = dict(every=50, keep=2)
+  c.checkpoint = dict(every=20, keep=2)
   if variant == 'think':
-    supervise(c, steps=1000, direct=0.0)
+    supervise(c, steps=2000, direct=0.0, learning_rate=2e-3)
     c.model = dict(
       init=dict(d_model=128, d_ff=384, layers=4, heads=4, kv_heads=2, head_dim=32),
       tokenizer='bytes',
     )
   elif variant == 'mix':
-    supervise(c, steps=300, direct=0.75)
+    supervise(c, steps=150, direct=0.75, learning_rate=3e-4)
     c.model = dict(path='given by launch/warm_start.sh')
   elif variant != 'train':
     raise ValueError(f"quickstart.py:{variant}: expected 'train', 'think' or 'mix'")
   return c
 
 
-def supervise(c: ConfigDict, *, steps: int, direct: float) -> None:
+def supervise(
+  c: ConfigDict, *, steps: int, direct: float, learning_rate: float
+) -> None:
   """Supervised learning on reference solutions, some of which do not think."""
   c.teacher = 'solutions'
   c.steps = steps
@@ -66,7 +75,10 @@ def supervise(c: ConfigDict, *, steps: int, direct: float) -> None:
   c.loss.tis_cap = None
   c.learner = dict(rows=12, row_tokens=128)
   c.optimizer = dict(
-    learning_rate=2e-3, warmup_steps=50, schedule='cosine', weight_decay=0.01
+    learning_rate=learning_rate,
+    warmup_steps=50,
+    schedule='cosine',
+    weight_decay=0.01,
   )
   c.evaluate.every = 100
   c.checkpoint = dict(every=500, keep=1)

@@ -38,7 +38,7 @@ def prepared(*overrides):
     ('sampling.max_new_tokens=0', 'max_new_tokens: 0, expected at least 1'),
     ('sampling.top_p=0.9', 'config.sampling.top_p: 0.9, expected 1 in training'),
     ('sampling.top_k=5', 'config.sampling.top_k: 5, expected 0 in training'),
-    ('sampling.temperature=0', 'config.sampling.temperature: 0, expected above 0'),
+    ('sampling.temperature=0', 'config.sampling.temperature: 0.0, expected'),
     ('evaluate.temperature=0', 'config.evaluate.samples: 2, expected 1 at temperature'),
     ('evaluate.k=(1,9)', 'config.evaluate.k: 9, expected 1 to evaluate.samples=2'),
     ('steps=0', 'config.steps: 0, expected at least 1'),
@@ -84,10 +84,13 @@ def test_numbers_are_converted_exactly():
 
 
 def test_a_block_can_be_left_out_and_put_in():
-  c = config.read(SMOKE, [('evaluate', 'None'), ('overlong.buffer', '4')])
-  assert c['evaluate'] is None
+  overlong = [('overlong.buffer', '4'), ('overlong.factor', '1')]
+  c = config.read(SMOKE, [('evaluate', 'None'), *overlong])
+  assert c['evaluate'] is None and c['overlong'] == dict(buffer=4, factor=1.0)
   with pytest.raises(ValueError, match='config.overlong.factor: missing'):
-    config.read(SMOKE, [('overlong.factr', '1'), ('overlong.buffer', '4')][1:])
+    config.read(SMOKE, overlong[:1])
+  c = config.read(SMOKE, [('mesh', 'None')])
+  assert c['mesh'] == dict(data=1, fsdp=1, model=1)  # absence is the default, written
 
 
 def test_config_files_that_are_none(tmp_path):
@@ -106,7 +109,7 @@ def test_config_files_that_are_none(tmp_path):
 
 
 def test_an_argument_reaches_get_config():
-  warm = config.read(str(ROOT / 'configs' / 'quickstart.py') + ':warm_start')
+  warm = config.read(str(ROOT / 'configs' / 'quickstart.py') + ':think')
   assert warm['teacher'] == 'solutions'
 
 
@@ -165,7 +168,7 @@ def test_unknown_arguments_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
   'lines, message',
   [
-    ('{"prompt": "1+1=", "answer": 2}\n{"prompt": \n', 'data.jsonl:2'),
+    ('{"prompt": "1+1=", "answer": 2}\n{"prompt": \n', 'data.jsonl, line 2: not JSON'),
     ('{"prompt": "1+1="}\n', 'answer'),
     ('', 'empty'),
     (

@@ -153,7 +153,10 @@ def export(
     _write_json(made / 'config.json', raw)
     umask = os.umask(0)
     os.umask(umask)
-    made.chmod(0o777 & ~umask)  # mkdtemp's folder is for its owner alone
+    # mkdtemp and safetensors make what only the owner may read.
+    made.chmod(0o777 & ~umask)
+    for file in made.glob('*.safetensors'):
+      file.chmod(0o666 & ~umask)
     made.rename(out)
   except BaseException:
     shutil.rmtree(made, ignore_errors=True)

@@ -644,6 +644,8 @@ def test_nothing_is_written_by_halves(tmp_path):
   mode = (tmp_path / 'out').stat().st_mode & 0o777
   (tmp_path / 'plain').mkdir()
   assert mode == (tmp_path / 'plain').stat().st_mode & 0o777
+  modes = {file.stat().st_mode & 0o777 for file in (tmp_path / 'out').iterdir()}
+  assert len(modes) == 1
 
 
 def test_parameters_of_another_model_are_refused(tmp_path):
