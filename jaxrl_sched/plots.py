@@ -136,6 +136,8 @@ def _with_room(low: float, high: float) -> tuple[float, float]:
   """From 0 where that costs little, and never empty."""
   if 0 <= low < 0.6 * high:
     low = 0.0
+  if low == high == 0:
+    return 0.0, 1.0
   if high - low < 1e-12:
     spread = abs(high) / 2 or 0.5
     return low - spread, high + spread
