@@ -78,5 +78,6 @@ def _step(engine, scheduler, recorder, step, advantages_of) -> dict[str, Any]:
   learned = engine.learn(groups, [advantages_of(g.rewards) for g in groups])
 
   recorder.rollouts(step, lines)
-  took = {'time/step_s': time.perf_counter() - began}
-  return metrics | learned | took
+  took = time.perf_counter() - began
+  busy = sum(value for key, value in learned.items() if key.startswith('time/'))
+  return metrics | learned | {'time/step_s': took, 'time/idle_s': took - busy}

@@ -130,6 +130,26 @@ def test_killed_at_three_instants_a_run_writes_the_same(undisturbed, tmp_path):
   assert lines(tmp_path, 'rollouts.jsonl') == lines(workdir, 'rollouts.jsonl')
 
 
+def test_eight_devices_decide_and_learn_like_one(undisturbed, tmp_path):
+  """Sampler, learner and optimizer cut over data, fsdp and model."""
+  process = subprocess.Popen(
+    command(tmp_path, '--config.mesh.data=2', '--config.mesh.fsdp=2')
+    + ['--config.mesh.model=2', '--config.steps=3'],
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8'},
+  )
+  finish(process)
+  workdir, _ = undisturbed
+  for one, eight in zip(lines(workdir)[:3], lines(tmp_path)[:3], strict=True):
+    assert one.keys() == eight.keys()
+    for key, value in one.items():
+      if 'mismatch/' not in key:  # rounding itself
+        assert eight[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
+
+
 def test_sigterm_saves_and_exits_0(undisturbed, tmp_path):
   # No checkpoint is due: what is there afterwards was saved because of the signal.
   process = start(tmp_path, '--config.checkpoint.every=100')

@@ -69,11 +69,8 @@ class DeviceEngine:
     self.step = 0
     self._sampler, self._learner, self._grader = sampler, learner, grader
     self._tokenizer, self._checkpoints = tokenizer, checkpoints
-    self._max_new_tokens, self._window, self._overlong = (
-      max_new_tokens,
-      window,
-      overlong,
-    )
+    self._max_new_tokens, self._window = max_new_tokens, window
+    self._overlong = overlong
     self._teacher = teacher
     self._stopping, self._generation_config = stopping, generation_config
     self._submitted: list[Request] = []
@@ -124,6 +121,7 @@ class DeviceEngine:
     return [self._shape(group) for group in groups]
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
+    self._check()
     kept = dict(self._times)
     groups = self._answer(self._sampler, requests)
     self._times = kept  # not the time of a step
