@@ -21,7 +21,7 @@ TASKS = 'jaxrl_sched.host.tasks'
 def get_config(variant: str = 'train') -> ConfigDict:
   c = ConfigDict()
   c.seed = 0
-  c.steps = 60
+  c.steps = 45
   c.model = dict(path=str(HERE / 'quickstart_model'))
   c.prompts = dict(
     datasets=dict(
@@ -48,7 +48,7 @@ def get_config(variant: str = 'train') -> ConfigDict:
     every=5,
     samples=2,
   )
-  c.checkpoint = dict(every=20, keep=2)
+  c.checkpoint = dict(every=15, keep=2)
   if variant == 'think':
     supervise(c, steps=2000, direct=0.0, learning_rate=2e-3)
     c.model = dict(

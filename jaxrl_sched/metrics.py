@@ -350,7 +350,7 @@ class _Console:
     self._steps = steps
     self._stream = stream
     self._live = stream.isatty()
-    self._seconds = collections.deque(maxlen=20)  # of the latest steps
+    self._seconds = collections.deque(maxlen=5)  # of the latest steps
     self._printed_s = -math.inf  # when the last plain line was
     self._waiting = ''  # a plain line that came too soon after another
 

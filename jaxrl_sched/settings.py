@@ -206,7 +206,8 @@ def check_workdir(
   found = [] if old is None else differences(old, c, free)
   if found:
     raise ValueError(
-      f'workdir {workdir} belongs to another config; it differs in {"; ".join(found)}. '
+      f'workdir {workdir} belongs to another config; it differs in '
+      f'{"; ".join(found[:5])}{f" and {len(found) - 5} more" * (len(found) > 5)}. '
       "Take another workdir, or this one's settings"
     )
 

@@ -100,7 +100,7 @@ def _train(run: config.Run, workdir: pathlib.Path) -> int:
       print(f'{name}: {count} prompts dropped, longer than prompts.max_tokens')
   print('Building the model and compiling ...', flush=True)
   with contextlib.closing(config.build_engine(run, workdir, stopping=stop)) as engine:
-    _restore(run, engine, workdir)
+    resumed = _restore(run, engine, workdir)
     settings.write(workdir, run.c)
     if not stop():
       engine.warm_up(run.longest_prompt)
@@ -118,7 +118,7 @@ def _train(run: config.Run, workdir: pathlib.Path) -> int:
       summary = recorder.summary()
     page = report.write_report(workdir)
     engine.wait()  # what is said to be saved, is
-  took = duration(time.perf_counter() - began)
+  took = duration(time.perf_counter() - began) + ' this time' * (resumed is not None)
   if not complete:
     print(f'Stopped at step {engine.step}, saved. The same command goes on from there.')
     return 0
@@ -137,8 +137,8 @@ def _train(run: config.Run, workdir: pathlib.Path) -> int:
   return 0
 
 
-def _restore(run: config.Run, engine, workdir: pathlib.Path) -> None:
-  """Goes on from the newest whole checkpoint, if there is one."""
+def _restore(run: config.Run, engine, workdir: pathlib.Path) -> int | None:
+  """Goes on from the newest whole checkpoint, if there is one. Returns its step."""
   state = engine.restore()
   if state is not None:
     run.scheduler.load_state_dict(state)
@@ -147,13 +147,14 @@ def _restore(run: config.Run, engine, workdir: pathlib.Path) -> None:
         f'config.steps: {run.c["steps"]}, but {workdir} is at {engine.step} already'
       )
     print(f'Resuming at step {engine.step}.', flush=True)
-    return
+    return engine.step
   damaged = sorted(p.name for p in (workdir / 'checkpoints').glob('*.damaged*'))
   if damaged:
     raise ValueError(
       f'{workdir}/checkpoints holds damaged steps only ({", ".join(damaged)}): take '
       'another workdir, or remove them to begin anew'
     )
+  return None
 
 
 def advantages(run: config.Run) -> Callable[[np.ndarray], np.ndarray]:

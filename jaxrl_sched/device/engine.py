@@ -22,6 +22,8 @@ from jaxrl_sched.host.grading import Grade, GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
 from jaxrl_sched.types import Completion, Group, Request
 
+FAILED_IN_A_ROW = 512  # answers without a verdict, and the verifier is broken
+
 
 class CompileCounter:
   """Counts XLA compilations in this process."""
@@ -77,6 +79,7 @@ class DeviceEngine:
     self._compiled = CompileCounter()
     self._times = dict.fromkeys(('generate_s', 'reward_s'), 0.0)
     self._idle: list[float] = []
+    self._failed = 0  # answers in a row that could not be graded
     self._warned: set[tuple[str, str]] = set()
 
   def agree(self, make: Callable[[], Any]) -> Any:
@@ -144,11 +147,7 @@ class DeviceEngine:
     self._times['generate_s'] += sampled - began
     self._times['reward_s'] += time.perf_counter() - sampled
 
-    if grades and all(g.fault is not None for g in grades.values()):
-      grade = next(iter(grades.values()))
-      raise RuntimeError(
-        f'grading: every answer failed; the first: {grade.fault}: {grade.detail}'
-      )
+    self._check_grading(list(grades.values()))
     groups, rest = [], iter(completions)
     for request in requests:
       answers = tuple(next(rest) for _ in range(request.size))
@@ -165,6 +164,16 @@ class DeviceEngine:
         )
       )
     return groups
+
+  def _check_grading(self, grades: Sequence[Grade]) -> None:
+    """Single answers may fail; a verifier that never works ends the run."""
+    for grade in grades:
+      self._failed = self._failed + 1 if grade.fault is not None else 0
+      if self._failed == FAILED_IN_A_ROW:
+        raise ValueError(
+          f'grading: {FAILED_IN_A_ROW} answers in a row could not be graded; the '
+          f'last: {grade.fault}: {grade.detail}'
+        )
 
   def _check(self) -> None:
     if self._stopping():
@@ -196,7 +205,9 @@ class DeviceEngine:
     began = time.perf_counter()
     loss = self._learner.loss
     batches = []
-    if groups:
+    # Without an advantage or a penalty the gradient is 0: no update is better than
+    # one of momentum and weight decay alone.
+    if any(np.any(a) for a in advantages) or (groups and loss.kl_coef > 0):
       keep = [
         1.0 - g.truncated if loss.overlong_filter else np.ones(g.size) for g in groups
       ]

@@ -79,6 +79,11 @@ def make_optimizer(
       f'optimizer: learning_rate={learning_rate}, warmup_steps={warmup_steps}, '
       f'weight_decay={weight_decay}; expected 0 or more'
     )
+  if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps > 0 and final_fraction >= 0):
+    raise ValueError(
+      f'optimizer: b1={b1}, b2={b2}, eps={eps}, final_fraction={final_fraction}; '
+      'expected 0 to below 1, the same, above 0, and 0 or more'
+    )
   if max_grad_norm is not None and max_grad_norm <= 0:
     raise ValueError(f'optimizer.max_grad_norm: {max_grad_norm}, expected above 0')
   rate = shapes[schedule]()
@@ -335,6 +340,8 @@ class Learner:
       'mismatch/tis_raw_mean': sums['tis_raw'] / tokens,
       'update/refused': 1.0 - good,
     }
+    if self.loss.dual_clip is not None:
+      metrics['dual_clip_frac'] = sums['dual_clip_frac'] / tokens
     if 'tis' in sums:
       metrics['mismatch/tis_mean'] = sums['tis'] / tokens
     return state, metrics

@@ -106,14 +106,17 @@ class Generated:
         f'{type(items).__name__}'
       )
     # Prompts are made again when they are drawn, and again after a resume.
-    if len(items) and repr(items[0]) != repr(items[0]):
+    if len(items) and repr(self[0]) != repr(self[0]):
       raise ValueError(f'{name}: record 0 differs from one access to the next')
 
   def __len__(self) -> int:
     return len(self._items)
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    record = self._items[index]
+    try:
+      record = self._items[index]
+    except Exception as error:  # somebody's class
+      raise ValueError(f'{self.where(index)}: {_line(error)}') from error
     if not isinstance(record, dict):
       raise ValueError(f'{self.where(index)}: expected a dict, found {record!r:.40}')
     return record
@@ -195,8 +198,8 @@ def _generator(name: str, options: dict[str, Any]) -> Any:
   module_name, _, function_name = name.partition(':')
   try:
     module = importlib.import_module(module_name)
-  except (ImportError, ValueError) as error:
-    raise ValueError(f'{name}: cannot be imported: {_line(error)}') from None
+  except Exception as error:  # somebody's module: anything may be raised
+    raise ValueError(f'{name}: cannot be imported: {_line(error)}') from error
   if not callable(function := vars(module).get(function_name)):
     raise ValueError(
       f'{name}: {module_name} has no such function'
@@ -206,7 +209,10 @@ def _generator(name: str, options: dict[str, Any]) -> Any:
     inspect.signature(function).bind(**options)
   except TypeError as error:
     raise ValueError(f'{name}: options {options}: {error}') from None
-  return function(**options)
+  try:
+    return function(**options)
+  except Exception as error:  # somebody's function
+    raise ValueError(f'{name}: options {options}: {_line(error)}') from error
 
 
 def nearest(word: str, known) -> str:
@@ -217,4 +223,6 @@ def nearest(word: str, known) -> str:
 
 def _line(error: Exception) -> str:
   text = str(error).strip()
-  return text.splitlines()[0] if text else type(error).__name__
+  return (
+    f'{type(error).__name__}: {text.splitlines()[0]}' if text else type(error).__name__
+  )

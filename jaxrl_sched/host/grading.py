@@ -365,7 +365,7 @@ def judge(value: Any, max_reward: float | None) -> tuple[float, str | None, str]
   top = math.inf if max_reward is None else max_reward
   # A sum of parts may round beyond the ends.
   if not -1e-6 <= score <= top + 1e-6 or math.isinf(score):
-    return 0.0, 'out of range', f'{score:g}, expected 0 to {top:g}'
+    return 0.0, 'out of range', f'{score:g}, expected 0 to max_reward={top:g}'
   return min(max(score, 0.0), top), None, ''
 
 

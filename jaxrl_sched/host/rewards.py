@@ -430,5 +430,7 @@ def overlong_penalty(
   """DAPO's soft overlong penalty (arXiv 2503.14476, eq. 13), in tokens."""
   if not 0 < buffer <= limit:
     raise ValueError(f'overlong buffer={buffer}: expected 1 to limit={limit} tokens')
+  if not factor >= 0:
+    raise ValueError(f'overlong factor={factor}: expected 0 or more')
   over = (np.asarray(lengths, np.float64) - (limit - buffer)) / buffer
   return (-factor * np.clip(over, 0.0, 1.0)).astype(np.float32)
