@@ -304,7 +304,7 @@ def _check_numbers(c: dict[str, Any]) -> None:
 
   s, group = c['sampling'], c['scheduler']['group_size']
   most = s['max_new_tokens']
-  need(c['steps'] >= 1, 'steps', c['steps'], 'at least 1')
+  need(1 <= c['steps'] <= 10**9, 'steps', c['steps'], 'at least 1, at most 10**9')
   need(0 <= c['seed'] < 2**32, 'seed', c['seed'], '0 to 2**32 - 1')
   need(most >= 1, 'sampling.max_new_tokens', most, 'at least 1')
   need(c['teacher'] in (None, 'solutions'), 'teacher', c['teacher'], "'solutions'")
@@ -376,9 +376,15 @@ def _check_choices(c: dict[str, Any], need: Callable) -> None:
     raise ValueError(
       "config.log.wandb: set, but wandb is not installed (extra 'wandb')"
     )
-  need(
-    '' not in c['sampling']['stop_strings'], 'sampling.stop_strings', '', 'some text'
-  )
+  for text in c['sampling']['stop_strings']:
+    good = isinstance(text, str) and bool(text)
+    need(good, 'sampling.stop_strings', text, 'some text')
+  grading = c['grading']
+  need(grading['workers'] >= 1, 'grading.workers', grading['workers'], 'at least 1')
+  deadline = grading['deadline_s']
+  need(deadline > 0, 'grading.deadline_s', deadline, 'above 0')
+  eps = c['advantage']['eps']
+  need(eps >= 0, 'advantage.eps', eps, '0 or more')
   need(checkpoint.every >= 1, 'checkpoint.every', checkpoint.every, 'at least 1')
   need(checkpoint.keep >= 1, 'checkpoint.keep', checkpoint.keep, 'at least 1')
   if c['evaluate'] is None:
@@ -415,9 +421,15 @@ def fresh_model(model: Model, tokenizer: Tokenizer) -> ModelConfig:
   """The shape of `model.init`; the vocabulary is the tokenizer's, unless given."""
   known = len(tokenizer)
   sizes = {'vocab_size': known, 'known_tokens': known, 'dtype': model.dtype}
-  return ModelConfig(
+  config = ModelConfig(
     **settings.keywords('config.model.init', sizes | model.init, ModelConfig)
   )
+  if config.known_tokens < known:
+    raise ValueError(
+      f'config.model.init.known_tokens: {config.known_tokens}, expected at least the '
+      f"tokenizer's {known}"
+    )
+  return config
 
 
 def build_engine(

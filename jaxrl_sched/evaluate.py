@@ -75,7 +75,7 @@ def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:
   )
   for dataset, result in results.items():
     n = result.numbers
-    passes = '  '.join(f'@{k} {n[f"pass@{k}"]:.3f}' for k in e.k)
+    passes = '  '.join(f'@{k} {n[f"pass@{k}"]:.3f}' for k in sorted({1, *e.k}))
     print(
       f'{name!s:>8}  {dataset:20}{n["prompts"]:>8}{n["samples"]:>4}  {passes}  '
       f'reward {n["reward_mean"]:.3f}  length {n["length_mean"]:.1f}  '

@@ -58,7 +58,10 @@ def _numbers(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
   return {
     'prompts': len(groups),
     'samples': n,
-    **{f'pass@{j}': float(np.mean([pass_at_k(n, c, j) for c in right])) for j in k},
+    **{
+      f'pass@{j}': float(np.mean([pass_at_k(n, c, j) for c in right]))
+      for j in sorted({1, *k})
+    },
     'reward_mean': float(np.mean([g.verdicts.mean() for g in groups])),
     'length_mean': float(lengths.mean()),
     'length_max': int(lengths.max()),

@@ -37,8 +37,9 @@ def load(name: str) -> dict[str, Any]:
     if not hasattr(module, 'get_config'):
       raise ValueError('it has no get_config()')
     c = module.get_config(argument) if colon else module.get_config()
-  except Exception as error:  # somebody's Python file: anything may be raised
-    raise ValueError(f'--config={name}: {type(error).__name__}: {error}') from error
+  except (Exception, SystemExit) as error:  # somebody's Python file
+    text = ' '.join(str(error).split())
+    raise ValueError(f'--config={name}: {type(error).__name__}: {text}') from error
   finally:
     sys.path.remove(str(file.parent))
   if not isinstance(c, ConfigDict):
@@ -67,7 +68,7 @@ def override(c: dict[str, Any], key: str, text: str, known: Sequence[str]) -> No
   try:
     value = {'true': True, 'false': False}.get(text.lower(), None)
     value = ast.literal_eval(text) if value is None else value
-  except (ValueError, SyntaxError):
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
     value = text
   *blocks, last = key.split('.')
   node, at = c, 'config'
@@ -80,7 +81,7 @@ def override(c: dict[str, Any], key: str, text: str, known: Sequence[str]) -> No
     node = node[name]
     if not isinstance(node, dict):
       raise ValueError(f'--config.{key}: {at} is {node!r}, which has no keys')
-  node[last] = value
+  node[last] = _plain(value)
 
 
 def check_known(key: str, known: Sequence[str], where: str) -> None:

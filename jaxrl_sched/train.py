@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 from jaxrl_sched import config, evaluation, loop, report, settings
+from jaxrl_sched.device.checkpoint import SaveError
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.metrics import Recorder, duration
 
@@ -82,6 +83,8 @@ def main(argv: list[str] | None = None) -> int:
   arguments, rest = parser('train', __doc__).parse_known_args(argv)
   workdir = pathlib.Path(arguments.workdir)
   try:
+    if '://' in arguments.workdir:
+      raise ValueError(f'--workdir={arguments.workdir}: expected a local folder')
     c = config.read(arguments.config, overrides(rest))
     run = config.prepare(c)
     settings.check_workdir(workdir, c, config.free(c))
@@ -90,6 +93,9 @@ def main(argv: list[str] | None = None) -> int:
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
+  except SaveError as error:  # a full disk, say; what was saved before stays
+    print(f'error: {error}', file=sys.stderr)
+    return 1
 
 
 def _train(run: config.Run, workdir: pathlib.Path) -> int:

@@ -48,6 +48,17 @@ def prepared(*overrides):
     ('loss.clip_low=-1', 'clip_low and clip_high: -1.0'),
     ('loss.tis_cap=0', 'tis_cap: 0.0, expected above 0'),
     ('loss.dual_clip=0.5', 'dual_clip: 0.5'),
+    ('sampling.stop_strings=(3,)', 'sampling.stop_strings: 3, expected some text'),
+    ('grading.workers=0', 'grading.workers: 0, expected at least 1'),
+    ('optimizer.b1=1', 'optimizer: b1=1.0'),
+    ('overlong={"buffer": 4, "factor": -1}', 'overlong factor=-1.0'),
+    ('prompts.datasets.sums.options.cuont=8', "unexpected keyword argument 'cuont'"),
+    ("prompts.datasets.sums.options.count='8'", "count='8', expected a whole number"),
+    (
+      "model={'tokenizer': 'bytes', 'init': {'d_model': 8, 'd_ff': 8, 'layers': 1, "
+      "'heads': 1, 'kv_heads': 0, 'head_dim': 8}}",
+      'model.kv_heads: 0, expected at least 1',
+    ),
     ('learner.window=0', 'learner.window: 0, expected at least 1'),
     ("sampling.stop_strings=['']", "sampling.stop_strings: '', expected some text"),
     ('model.init.d_model=64', 'config.model: expected either path or init'),

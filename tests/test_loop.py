@@ -197,6 +197,18 @@ def test_pass_at_k_is_not_accuracy():
   assert numbers['pass@4'] == pytest.approx(0.5)
 
 
+def test_pass_at_1_is_there_whatever_is_asked_for():
+  class Given:
+    def evaluate(self, requests):
+      return [graded(r, [1, 0]) for r in requests]
+
+  results = evaluation.evaluate(
+    Given(), [prompt_of('a', 0)], SAMPLING, samples=2, k=(2,)
+  )
+  assert evaluation.score(results) == 0.5
+  assert evaluation.as_metrics(results)['eval/a/pass@2'] == 1.0
+
+
 def test_truncation_speaks_of_the_limit():
   """M1: answers that ended are not truncated, however long the longest is."""
   assert judged([[1, 0]], length=5)['a'].numbers['truncated'] == 0

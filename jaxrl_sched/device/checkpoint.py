@@ -28,8 +28,13 @@ import orbax.checkpoint as ocp
 from jaxrl_sched.device import multihost
 
 _STEP = re.compile(r'(\d+)(\.orbax-checkpoint-tmp.*)?')
+_WHOLE = re.compile(r'0|[1-9]\d*')
 _TEMPORARY = '.orbax-checkpoint-tmp'  # orbax's own suffix of a step not committed
 _JSON_TYPES = {type(None), bool, int, float, str}
+
+
+class SaveError(RuntimeError):
+  """A step could not be saved."""
 
 
 class Checkpoints:
@@ -239,7 +244,7 @@ class Checkpoints:
     return sorted(
       int(path.name)
       for path in self._directory.iterdir()
-      if path.name.isdecimal() and ocp.utils.is_checkpoint_finalized(path)
+      if _WHOLE.fullmatch(path.name) and ocp.utils.is_checkpoint_finalized(path)
     )
 
   def _describe(self) -> None:
@@ -367,8 +372,9 @@ class Checkpoints:
     except Exception as error:  # raised at the next `wait` or `save`
       if multihost.is_first():
         self._clean()  # gives a full disk its room back
-      raise RuntimeError(
-        f'Checkpoint {self._path(step)} could not be saved: {error}'
+      text = ' '.join(str(error).split())[:300]
+      raise SaveError(
+        f'Checkpoint {self._path(step)} could not be saved: {text}'
       ) from error
 
   def _superseded(self) -> list[int]:

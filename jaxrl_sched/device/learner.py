@@ -316,10 +316,10 @@ class Learner:
   def _apply_gradient(self, state, gradient, sums):
     """One AdamW step, refused as a whole if the gradient is not finite."""
     norm = optax.tree_utils.tree_norm(gradient)
-    good = jnp.isfinite(norm)
     changes, optimizer = self._optimizer.update(
       gradient, state['optimizer'], state['parameters']
     )
+    good = jnp.isfinite(norm) & jnp.isfinite(optax.tree_utils.tree_norm(changes))
     new = dict(
       parameters=optax.apply_updates(state['parameters'], changes), optimizer=optimizer
     )

@@ -40,6 +40,12 @@ class ModelConfig:
   dtype: str = 'float32'  # of the computation; masters are float32
 
   def __post_init__(self):
+    sizes = ('vocab_size', 'd_model', 'd_ff', 'layers', 'heads', 'kv_heads', 'head_dim')
+    for name in sizes:
+      if vars(self)[name] < 1:
+        raise ValueError(f'model.{name}: {vars(self)[name]}, expected at least 1')
+    if self.dtype not in ('float32', 'bfloat16'):
+      raise ValueError(f'model.dtype: {self.dtype!r}, expected float32 or bfloat16')
     if self.heads % self.kv_heads:
       raise ValueError(
         f'model.kv_heads: {self.kv_heads}, expected a divisor of heads={self.heads}'

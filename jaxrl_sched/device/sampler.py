@@ -331,6 +331,12 @@ class Sampler:
         f'{name}: {prompt} prompt tokens + max_new_tokens={s.max_new_tokens}, '
         f'expected 1 or more and together at most cache_length={self.cache_length}'
       )
+    ids = request.prompt.tokens
+    if np.min(ids) < 0 or np.max(ids) >= self.config.vocab_size:
+      raise ValueError(
+        f'{name}: token ids from {np.min(ids)} to {np.max(ids)}, expected 0 to '
+        f'{self.config.vocab_size - 1}'
+      )
     if len(s.stop_ids) > MAX_STOP_IDS:
       raise ValueError(f'{name}: {len(s.stop_ids)} stop ids, at most {MAX_STOP_IDS}')
     if not 0 <= s.temperature < np.inf or not 0 < s.top_p <= 1 or request.size < 1:

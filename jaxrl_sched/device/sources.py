@@ -106,6 +106,10 @@ class Generated:
         f'{type(items).__name__}'
       )
     # Prompts are made again when they are drawn, and again after a resume.
+    try:
+      len(items)
+    except Exception as error:  # somebody's class
+      raise ValueError(f'{name}: its length: {_line(error)}') from error
     if len(items) and repr(self[0]) != repr(self[0]):
       raise ValueError(f'{name}: record 0 differs from one access to the next')
 

@@ -17,13 +17,15 @@ ASIDE = 8  # one prompt in so many is held out
 class _Running:
   """Numbers to be put together one after the other."""
 
+  TERMS: tuple[int, int]
+
   def __init__(
     self,
     *,
     count: int,
     seed: int = 0,
-    terms: tuple[int, int],
-    largest: int,
+    terms: tuple[int, int] | None = None,
+    largest: int = 9,
     direct: float = 0.0,
     held_out: bool = False,
   ):
@@ -32,15 +34,20 @@ class _Running:
     Args:
       count: of records.
       seed: of the whole set.
-      terms: fewest and most numbers of a record.
+      terms: fewest and most numbers of a record; None: as is usual for the task.
       largest: of a number.
       direct: share of the solutions that answer at once.
       held_out: whether prompts are of the part set aside. Which part a prompt is of
         depends on its text, so that no seed or count mixes them.
     """
+    for name, value in dict(count=count, seed=seed).items():
+      if not isinstance(value, int) or value < 0:
+        raise ValueError(f'{name}={value!r}, expected a whole number from 0')
+    if not 0 <= direct <= 1:
+      raise ValueError(f'direct={direct}, expected 0 to 1')
     self._held_out = held_out
     self._count, self._seed, self._direct = count, seed, direct
-    self._terms, self._largest = tuple(terms), largest
+    self._terms, self._largest = tuple(terms or self.TERMS), largest
 
   def __len__(self) -> int:
     return self._count
@@ -69,8 +76,7 @@ class _Running:
 class Sums(_Running):
   """'sum a7b5c9': '=21', or with the running sums, 'a7b12c21=21'."""
 
-  def __init__(self, *, terms=(3, 6), largest=9, **settings):
-    super().__init__(terms=terms, largest=largest, **settings)
+  TERMS = (3, 6)
 
   def __getitem__(self, i: int) -> dict[str, Any]:
     return self._record(i, 'sum', np.cumsum)
@@ -79,8 +85,7 @@ class Sums(_Running):
 class LastDigits(_Running):
   """'last a7b5c9': '=1', or 'a7b2c1=1': the last digit of the sum."""
 
-  def __init__(self, *, terms=(3, 7), largest=9, **settings):
-    super().__init__(terms=terms, largest=largest, **settings)
+  TERMS = (3, 7)
 
   def __getitem__(self, i: int) -> dict[str, Any]:
     return self._record(i, 'last', lambda numbers: np.cumsum(numbers) % 10)

@@ -476,7 +476,7 @@ def test_a_full_disk_is_loud_and_spares_the_last_checkpoint(tmp_path, after):
   output, errors = process.communicate(timeout=60)
   assert process.returncode != 0
   assert 'went on' not in output
-  assert f'RuntimeError: Checkpoint {tmp_path}/2 could not be saved' in errors
+  assert f'SaveError: Checkpoint {tmp_path}/2 could not be saved' in errors
   assert Checkpoints(tmp_path, read_only=True).steps() == [1]
   expected = state_of(1, rows=40_000)
   step, state, _, _ = Checkpoints(tmp_path).restore(like(expected))
