@@ -25,6 +25,7 @@ FLOORS = {
   'plots': 3,
   'report': 3,
   'settings': 4,
+  'checks': 4,
   'config': 4,
   'train': 5,
   'evaluate': 5,

@@ -1,0 +1,123 @@
+"""Relations between the numbers of a config, before anything is opened or built."""
+
+from collections.abc import Callable
+import importlib.util
+from typing import Any
+
+from jaxrl_sched.device import losses
+from jaxrl_sched.device.learner import make_optimizer
+from jaxrl_sched.host.packing import AVERAGING
+from jaxrl_sched.host.rewards import overlong_penalty
+
+
+def check_numbers(c: dict[str, Any]) -> None:
+  """Relations between settings, in numbers."""
+
+  def need(good: bool, key: str, value: Any, expected: str) -> None:
+    if not good:
+      raise ValueError(f'config.{key}: {value!r}, expected {expected}')
+
+  s, group = c['sampling'], c['scheduler']['group_size']
+  most = s['max_new_tokens']
+  need(1 <= c['steps'] <= 10**9, 'steps', c['steps'], 'at least 1, at most 10**9')
+  need(0 <= c['seed'] < 2**32, 'seed', c['seed'], '0 to 2**32 - 1')
+  need(most >= 1, 'sampling.max_new_tokens', most, 'at least 1')
+  need(c['teacher'] in (None, 'solutions'), 'teacher', c['teacher'], "'solutions'")
+  if c['teacher'] is None:
+    expected = 'at least 2: advantages compare the answers of a group'
+    need(group >= 2, 'scheduler.group_size', group, expected)
+    heat = s['temperature']
+    need(heat > 0, 'sampling.temperature', heat, 'above 0')
+    # The learner's softmax runs over the whole vocabulary.
+    why = 'in training: the log-probs of sampler and learner would not agree'
+    need(s['top_p'] == 1, 'sampling.top_p', s['top_p'], f'1 {why}')
+    need(s['top_k'] <= 0, 'sampling.top_k', s['top_k'], f'0 {why}')
+    early = s['min_new_tokens']
+    need(early == 0, 'sampling.min_new_tokens', early, f'0 {why}')
+  else:
+    need(group == 1, 'scheduler.group_size', group, '1, as there is a teacher')
+    dynamic = c['scheduler']['dynamic_sampling']
+    expected = 'False, as there is a teacher'
+    need(not dynamic, 'scheduler.dynamic_sampling', dynamic, expected)
+    # Nobody sampled the references: there is no importance to truncate.
+    cap = c['loss']['tis_cap']
+    need(cap is None, 'loss.tis_cap', cap, 'None, as there is a teacher')
+
+  mesh = c['mesh']
+  parts = mesh['data'] * mesh['fsdp']
+  for name, value in mesh.items():
+    need(value >= 1, f'mesh.{name}', value, 'at least 1')
+  prefill = c['sampler']['prefill_rows']
+  multiple = f'a multiple of mesh.data * mesh.fsdp = {parts}'
+  for key, value in (
+    ('sampler.slots', c['sampler']['slots']),
+    ('sampler.prefill_rows', prefill),
+    ('learner.rows', c['learner']['rows']),
+  ):
+    need(value >= 1 and value % parts == 0, key, value, multiple)
+  longest = c['prompts']['max_tokens'] + most
+  need(
+    c['learner']['row_tokens'] >= longest,
+    'learner.row_tokens',
+    c['learner']['row_tokens'],
+    f'at least prompts.max_tokens + sampling.max_new_tokens = {longest}',
+  )
+  chunk = c['sampler']['chunk']
+  need(chunk >= 1, 'sampler.chunk', chunk, 'at least 1')
+  _check_choices(c, need)
+
+
+def _check_choices(c: dict[str, Any], need: Callable) -> None:
+  loss = c['loss']
+  kinds, averages = ', '.join(AVERAGING), set(AVERAGING.values())
+  need(loss['kind'] in AVERAGING, 'loss.kind', loss['kind'], f'one of {kinds}')
+  need(loss['kl'] in ('k1', 'k2', 'k3'), 'loss.kl', loss['kl'], 'one of k1, k2, k3')
+  losses.check_settings(
+    loss['kind'],
+    loss['clip_low'],
+    loss['clip_high'],
+    loss['dual_clip'],
+    loss['tis_cap'],
+  )
+  if c['overlong'] is not None:
+    overlong_penalty([1], limit=c['sampling']['max_new_tokens'], **c['overlong'])
+  need(loss['kl_coef'] >= 0, 'loss.kl_coef', loss['kl_coef'], '0 or more')
+  expected = f'one of {", ".join(sorted(averages))}'
+  average = loss['averaging']
+  need(average is None or average in averages, 'loss.averaging', average, expected)
+  make_optimizer(**c['optimizer'], steps=c['steps'])
+  dtype = c['model']['dtype']
+  need(dtype in ('float32', 'bfloat16'), 'model.dtype', dtype, 'float32 or bfloat16')
+  checkpoint = c['checkpoint']
+  window = c['learner']['window']
+  need(window >= 1, 'learner.window', window, 'at least 1')
+  if c['log']['wandb'] is not None and importlib.util.find_spec('wandb') is None:
+    raise ValueError(
+      "config.log.wandb: set, but wandb is not installed (extra 'wandb')"
+    )
+  for text in c['sampling']['stop_strings']:
+    good = isinstance(text, str) and bool(text)
+    need(good, 'sampling.stop_strings', text, 'some text')
+  grading = c['grading']
+  need(grading['workers'] >= 1, 'grading.workers', grading['workers'], 'at least 1')
+  deadline = grading['deadline_s']
+  need(deadline > 0, 'grading.deadline_s', deadline, 'above 0')
+  eps = c['advantage']['eps']
+  need(eps >= 0, 'advantage.eps', eps, '0 or more')
+  need(checkpoint['every'] >= 1, 'checkpoint.every', checkpoint['every'], 'at least 1')
+  need(checkpoint['keep'] >= 1, 'checkpoint.keep', checkpoint['keep'], 'at least 1')
+  if c['evaluate'] is None:
+    return
+  e = c['evaluate']
+  need(e['every'] >= 1, 'evaluate.every', e['every'], 'at least 1')
+  need(e['samples'] >= 1, 'evaluate.samples', e['samples'], 'at least 1')
+  need(0 < e['top_p'] <= 1, 'evaluate.top_p', e['top_p'], 'above 0, at most 1')
+  limit = e['max_new_tokens']
+  need(limit is None or limit >= 1, 'evaluate.max_new_tokens', limit, 'at least 1')
+  need(e['temperature'] >= 0, 'evaluate.temperature', e['temperature'], '0 or more')
+  if e['temperature'] == 0:
+    expected = '1 at temperature 0, where all samples are the same'
+    need(e['samples'] == 1, 'evaluate.samples', e['samples'], expected)
+  for k in e['k']:
+    good = isinstance(k, int) and 1 <= k <= e['samples']
+    need(good, 'evaluate.k', k, f'1 to evaluate.samples={e["samples"]}')
