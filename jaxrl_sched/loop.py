@@ -39,14 +39,14 @@ def train(
     Whether the run is complete. False: it was asked to stop, and has saved.
   """
   for step in range(engine.step, steps + 1):
-    boundary = scheduler.state_dict()
+    boundary = scheduler.freeze()
     try:
       found, score = {}, None
       if evaluate is not None and (step % evaluate_every == 0 or step == steps):
         found, score = evaluate(step)
       if step > 0 and (step % save_every == 0 or step == steps):
         recorder.flush()  # what came before a checkpoint is on disk before it
-        engine.save(boundary, score=score)
+        engine.save(boundary(), score=score)
       if step == steps:
         recorder.rollouts(step, scheduler.pending())
         recorder.log(step, found)
@@ -57,7 +57,7 @@ def train(
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
       recorder.flush()
-      engine.save(boundary, score=None)
+      engine.save(boundary(), score=None)
       return False
   recorder.flush()
   return True

@@ -176,6 +176,22 @@ def test_unknown_arguments_are_refused(tmp_path, capsys):
   assert '--stesp: unknown argument' in capsys.readouterr().err
 
 
+def test_what_a_verifier_reads_beside_the_answer_is_asked_for_at_the_start(tmp_path):
+  file = tmp_path / 'data.jsonl'
+  source = [
+    f'prompts.datasets.sums.source={file}',
+    'prompts.datasets.sums.options={}',
+    'prompts.datasets.sums.reward=format',
+  ]
+  for line, message in (
+    ('{"prompt": "x"}', "line 1: reward 'format' needs meta['pattern']"),
+    ('{"prompt": "x", "pattern": "("}', 'line 1: meta pattern'),
+  ):
+    file.write_text(line)
+    with pytest.raises(ValueError, match=re.escape(message)):
+      prepared(*source)
+
+
 @pytest.mark.parametrize(
   'lines, message',
   [

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from toys import graded
 
 from jaxrl_sched import evaluation, loop
 from jaxrl_sched.control.draws import Draws
@@ -12,7 +13,7 @@ from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.engine import Stopped
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.metrics import Recorder, read_jsonl
-from jaxrl_sched.types import Completion, Group, Prompt, Sampling
+from jaxrl_sched.types import Prompt, Sampling
 
 SAMPLING = Sampling(max_new_tokens=8)
 
@@ -21,28 +22,6 @@ def prompt_of(dataset, index):
   tokens = np.array([index + 1], np.int32)
   return Prompt(
     id=f'{dataset}/{index}', dataset=dataset, index=index, tokens=tokens, text=''
-  )
-
-
-def graded(request, verdicts, length=3, finish='stop', version=0):
-  verdicts = np.array(verdicts, np.float32)
-  completions = tuple(
-    Completion(
-      draw=request.draw,
-      answer=k,
-      tokens=np.arange(length, dtype=np.int32),
-      logps=np.zeros(length, np.float32),
-      finish=finish,
-      version=version,
-    )
-    for k in range(len(verdicts))
-  )
-  return Group(
-    request=request,
-    completions=completions,
-    verdicts=verdicts,
-    rewards=verdicts,
-    faults=(None,) * len(verdicts),
   )
 
 

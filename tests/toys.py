@@ -141,3 +141,33 @@ def compilations():
     yield seen
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def graded(
+  request: Request,
+  verdicts: Sequence[float],
+  *,
+  length: int = 3,
+  finish: str = 'stop',
+  version: int = 0,
+) -> Group:
+  """Answers with these verdicts, all alike. The log-probs are not whole in binary."""
+  verdicts = np.array(verdicts, np.float32)
+  completions = tuple(
+    Completion(
+      draw=request.draw,
+      answer=k,
+      tokens=np.arange(k, k + length, dtype=np.int32),
+      logps=np.full(length, -1 / 3, np.float32),
+      finish=finish,
+      version=version,
+    )
+    for k in range(len(verdicts))
+  )
+  return Group(
+    request=request,
+    completions=completions,
+    verdicts=verdicts,
+    rewards=verdicts,
+    faults=(None,) * len(verdicts),
+  )

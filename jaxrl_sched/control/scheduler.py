@@ -217,14 +217,23 @@ class Scheduler:
 
   # --- state, between two steps ---
 
-  def state_dict(self) -> dict[str, Any]:
-    """JSON. Only between `take_batch` and the next `sent`: no batch may be open."""
-    return {
+  def freeze(self) -> Callable[[], dict[str, Any]]:
+    """The state as of now, to be written out later, if at all.
+
+    Only between `take_batch` and the next `sent`: no batch may be open. Groups never
+    change, so that holding them is enough: tokens are turned into JSON for a save only.
+    """
+    state = {
       'draw': self._draw,
       'draws': self._draws.state_dict(),
       'yields': {n: [y.useful, y.generated] for n, y in self._yields.items()},
-      'carried': [_pack_group(group) for group in self._carried],
     }
+    carried = tuple(self._carried)
+    return lambda: state | {'carried': [_pack_group(group) for group in carried]}
+
+  def state_dict(self) -> dict[str, Any]:
+    """JSON; when, see `freeze`."""
+    return self.freeze()()
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
     check_state('scheduler', state, self.state_dict())

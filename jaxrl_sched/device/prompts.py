@@ -282,6 +282,12 @@ def _read(item: _Item, dataset: Dataset) -> dict[str, Any]:
     if 'answer' not in record:
       raise wrong(f"no field 'answer', {found}") from None
     raise wrong(str(error)) from None
+  try:
+    rewards.check_meta(
+      dataset.reward, {k: v for k, v in record.items() if k not in _OURS}
+    )
+  except ValueError as error:
+    raise wrong(str(error)) from None
 
   key = record.get('id')
   if key is None:

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from toys import graded
 
 from jaxrl_sched.control.draws import Draws
 from jaxrl_sched.control.scheduler import Scheduler
-from jaxrl_sched.types import Completion, Group, Prompt, Sampling
+from jaxrl_sched.types import Prompt, Sampling
 
 SIZES = {'a': 12, 'b': 7}
 
@@ -31,35 +32,13 @@ def scheduler(sizes=SIZES, weights=None, seed=0, **settings):
   return Scheduler(draws, prompt_of, Sampling(max_new_tokens=4), **settings)
 
 
-def answered(request, verdicts, version=0):
-  completions = tuple(
-    Completion(
-      draw=request.draw,
-      answer=k,
-      tokens=np.array([5, 6 + k], np.int32),
-      logps=np.array([-0.1, -1 / 3], np.float32),
-      finish='stop',
-      version=version,
-    )
-    for k in range(len(verdicts))
-  )
-  verdicts = np.array(verdicts, np.float32)
-  return Group(
-    request=request,
-    completions=completions,
-    verdicts=verdicts,
-    rewards=verdicts,
-    faults=(None,) * len(verdicts),
-  )
-
-
 def play(s, outcome, step=0):
   """One step; `outcome(request)` gives the verdicts. Returns rounds and the batch."""
   rounds = []
   while requests := s.plan(step):
     s.sent(requests)
     rounds.append(requests)
-    s.observe([answered(r, outcome(r), version=step) for r in requests], step)
+    s.observe([graded(r, outcome(r), version=step) for r in requests], step)
   return rounds, *s.take_batch()
 
 
@@ -163,7 +142,7 @@ def test_verdicts_of_other_ranges():
   rounds = s.plan(0)
   s.sent(rounds)
   outcomes = {0: [0.7, 0.7], 1: [0.3, 0.3 + 5e-7]}
-  s.observe([answered(r, outcomes.get(r.draw, USEFUL)) for r in rounds], 0)
+  s.observe([graded(r, outcomes.get(r.draw, USEFUL)) for r in rounds], 0)
   _, _, lines = s.take_batch()
   reasons = [line['reason'] for line in lines if line['fate'] == 'filtered']
   assert reasons == ['constant', 'constant']
@@ -212,6 +191,16 @@ def test_counts_add_up_and_a_resume_changes_nothing(outcomes, rounds, rule, cut)
   assert total['generated'] == (
     total['trained'] + total['filtered'] + total['dropped'] + pending
   )
+
+
+def test_a_frozen_state_is_that_of_its_moment():
+  s = scheduler(sizes={'a': 50}, groups_per_step=2, max_rounds=1)
+  play(s, lambda r: USEFUL)
+  now, later = s.state_dict(), s.freeze()
+  assert now['carried']
+  play(s, lambda r: HARD, step=1)
+  play(s, lambda r: USEFUL, step=2)
+  assert later() == now != s.state_dict()
 
 
 def test_strange_settings_and_state_are_refused():
