@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxrl_sched.device import losses
 from jaxrl_sched.device.learner import make_optimizer
+from jaxrl_sched.device.lora import Lora
 from jaxrl_sched.host.packing import AVERAGING
 from jaxrl_sched.host.rewards import overlong_penalty
 
@@ -86,6 +87,8 @@ def _check_choices(c: dict[str, Any], need: Callable) -> None:
   average = loss['averaging']
   need(average is None or average in averages, 'loss.averaging', average, expected)
   make_optimizer(**c['optimizer'], steps=c['steps'])
+  if c['lora'] is not None:
+    Lora(**c['lora'])
   dtype = c['model']['dtype']
   need(dtype in ('float32', 'bfloat16'), 'model.dtype', dtype, 'float32 or bfloat16')
   checkpoint = c['checkpoint']

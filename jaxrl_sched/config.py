@@ -12,18 +12,26 @@ import pathlib
 import tempfile
 from typing import Any
 
+import jax
+
 from jaxrl_sched import settings
 from jaxrl_sched.checks import check_numbers
 from jaxrl_sched.control.draws import Draws
 from jaxrl_sched.control.scheduler import Scheduler
+from jaxrl_sched.device import lora, weights
 from jaxrl_sched.device import model as model_lib
-from jaxrl_sched.device import weights
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.engine import DeviceEngine
 from jaxrl_sched.device.learner import Learner, Loss, make_optimizer
 from jaxrl_sched.device.mesh import make_mesh
 from jaxrl_sched.device.model import ModelConfig
-from jaxrl_sched.device.prompts import PromptSet, Tokenizer, load_tokenizer, stop_ids
+from jaxrl_sched.device.prompts import (
+  PromptSet,
+  Tokenizer,
+  answer_text,
+  load_tokenizer,
+  stop_ids,
+)
 from jaxrl_sched.device.references import References
 from jaxrl_sched.device.sampler import MAX_STOP_IDS, Sampler
 from jaxrl_sched.device.tokenizers import build_byte_tokenizer
@@ -96,6 +104,7 @@ def _block(names, *given, absent='refused'):
 
 BLOCKS = {
   'model': _block(Model),
+  'lora': _block(lora.Lora, absent='off'),
   'mesh': _block(make_mesh, 'devices', absent='defaults'),
   'prompts': _block(PromptSet, 'tokenizer'),
   'sampling': _block(Sampling, 'stop_ids'),
@@ -235,7 +244,7 @@ def prepare(c: dict[str, Any]) -> Run:
   """
   check_numbers(c)
   model = Model(**c['model'])
-  tokenizer = _open_tokenizer(model)
+  tokenizer = open_tokenizer(model)
   prompts = PromptSet(**c['prompts'], tokenizer=tokenizer)
   evaluate, held_out = None, None
   if c['evaluate'] is not None:
@@ -294,14 +303,14 @@ def prepare(c: dict[str, Any]) -> Run:
   )
 
 
-def _open_tokenizer(model: Model) -> Tokenizer:
+def open_tokenizer(model: Model) -> Tokenizer:
   if (model.path is None) == (model.init is None):
     raise ValueError('config.model: expected either path or init')
   name = model.tokenizer or model.path
   if name is None:
     raise ValueError("config.model.tokenizer: missing, expected a folder or 'bytes'")
   if name != 'bytes':
-    return load_tokenizer(name)
+    return load_tokenizer(weights.folder(name, tokenizer_only=name != model.path))
   with tempfile.TemporaryDirectory() as folder:
     build_byte_tokenizer(folder)
     return load_tokenizer(folder)
@@ -320,6 +329,20 @@ def fresh_model(model: Model, tokenizer: Tokenizer) -> ModelConfig:
       f"tokenizer's {known}"
     )
   return config
+
+
+def trained_model(
+  c: dict[str, Any], model: ModelConfig, base: dict | None, mesh: jax.sharding.Mesh
+) -> tuple[ModelConfig, dict[str, Any]]:
+  """The model with its adapters, if any, and how its checkpoints describe it.
+
+  Args:
+    base: the weights that adapters are for. Not looked at where there are none.
+  """
+  if c['lora'] is None:
+    return model, dataclasses.asdict(model)
+  model = dataclasses.replace(model, lora=lora.Lora(**c['lora']))
+  return model, dataclasses.asdict(model) | {'base': lora.fingerprint(base, mesh)}
 
 
 def build_engine(
@@ -347,10 +370,11 @@ def build_engine(
       f'prompts.max_tokens + max_new_tokens = {run.cache_length}, expected at most the '
       f"model's {model.max_positions} positions"
     )
+  trained, description = trained_model(run.c, model, parameters, mesh)
   checkpoints = Checkpoints(
     workdir / 'checkpoints',
     keep=run.checkpoint.keep,
-    model=dataclasses.asdict(model),
+    model=description,
     read_only=read_only,
   )
   sampler = Sampler(
@@ -362,11 +386,11 @@ def build_engine(
     prefill_rows=run.sampler.prefill_rows,
     mesh=mesh,
     seed=run.c['seed'],
-    detokenize=run.tokenizer.decode,
+    detokenize=lambda ids: answer_text(run.tokenizer, ids, ()),
   )
   learner = Learner(
     parameters,
-    model,
+    trained,
     mesh=mesh,
     rows=run.learner.rows,
     row_tokens=run.learner.row_tokens,
@@ -374,6 +398,7 @@ def build_engine(
     loss=run.loss,
     temperature=run.sampling.temperature,
     remat=run.learner.remat,
+    seed=run.c['seed'],
   )
   return DeviceEngine(
     sampler=sampler,
@@ -385,7 +410,6 @@ def build_engine(
     window=run.learner.window,
     overlong=run.c['overlong'],
     teacher=References(run.tokenizer) if run.c['teacher'] else None,
-    generation_config=weights.generation_config(path) if path else None,
     stopping=stopping,
   )
 

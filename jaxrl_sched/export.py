@@ -1,12 +1,26 @@
-"""Writes a checkpoint of a run as a Hugging Face folder.
+"""Writes a checkpoint of a run as a Hugging Face folder, adapters merged in.
 
-python -m jaxrl_sched.export --workdir=DIR --step=N|latest --out=FOLDER
+    python -m jaxrl_sched.export --workdir=DIR --step=N|latest --out=FOLDER
+
+Weights are stored as they were trained, in float32: at the learning rates of RL many
+a change is smaller than bfloat16 can show. --dtype=bfloat16 halves the folder, which
+is what most servers load. Runs on the host's CPU, so it disturbs no training, and
+needs neither the run's devices nor its data.
 """
 
 import pathlib
 import sys
+from typing import Any
+
+import jax
 
 from jaxrl_sched import config
+from jaxrl_sched.device import lora, weights
+from jaxrl_sched.device import mesh as meshes
+from jaxrl_sched.device import model as model_lib
+from jaxrl_sched.device.checkpoint import Checkpoints
+from jaxrl_sched.device.hf_config import DTYPES
+from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.train import overrides, parser
 
 EPILOG = 'Without --config the settings are those in the workdir.'
@@ -17,32 +31,78 @@ def main(argv: list[str] | None = None) -> int:
   arguments.add_argument('--step', default='latest', metavar='N', help='or latest')
   arguments.add_argument('--out', required=True, metavar='FOLDER', help='a new folder')
   arguments.add_argument(
-    '--dtype',
-    default='float32',
-    choices=('float32', 'bfloat16', 'float16'),
-    help='of the stored weights',
+    '--dtype', default='float32', choices=DTYPES, help='of the stored weights'
+  )
+  arguments.add_argument(
+    '--max-shard-gb', type=float, default=5.0, metavar='GB', help='of a file; 5'
   )
   arguments, rest = arguments.parse_known_args(argv)
-  workdir = pathlib.Path(arguments.workdir)
+  workdir, out = pathlib.Path(arguments.workdir), pathlib.Path(arguments.out)
+  jax.config.update('jax_platforms', 'cpu')
   try:
-    out = pathlib.Path(arguments.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
       raise ValueError(f'--out={out}: exists, expected a new or empty folder')
-    run = config.prepare(config.of_workdir(arguments.config, workdir, overrides(rest)))
-    step, *others = config.checkpointed_steps(workdir, arguments.step)
-    if others:
+    if arguments.step == 'all':
       raise ValueError('--step=all: expected one step')
-    engine = config.build_engine(run, workdir, read_only=True)
-    try:
-      engine.restore(step)
-      engine.export(arguments.out, stored_dtype=arguments.dtype)
-    finally:
-      engine.close()
-  except ValueError as error:
+    if not arguments.max_shard_gb > 0:
+      raise ValueError(f'--max-shard-gb={arguments.max_shard_gb}: expected above 0')
+    c = config.of_workdir(arguments.config, workdir, overrides(rest))
+    [step] = config.checkpointed_steps(workdir, arguments.step)
+    source = config.Model(**c['model'])
+    tokenizer = config.open_tokenizer(source)
+    model, parameters = checkpointed(c, workdir, step)
+    weights.export(
+      model,
+      parameters,
+      out,
+      tokenizer=tokenizer,
+      stored_dtype=arguments.dtype,
+      generation_config=weights.generation_config(source.path) if source.path else None,
+      max_shard_bytes=int(arguments.max_shard_gb * 1e9),
+    )
+  except (ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
-  print(f'Step {step} of {workdir} is in {arguments.out}')
+  print(f'Step {step} of {workdir} is in {out}, {arguments.dtype}')
   return 0
+
+
+def checkpointed(
+  c: dict[str, Any], workdir: pathlib.Path, step: int
+) -> tuple[ModelConfig, dict]:
+  """The policy's weights at a step, on one device, without the optimizer's state."""
+  mesh, source = meshes.make_mesh(), config.Model(**c['model'])
+  cut = dict(dtype=source.dtype, vocab_parts=c['mesh'].get('model', 1))
+  base = None
+  if source.path is None:
+    plain = config.fresh_model(source, config.open_tokenizer(source))
+    if c['lora'] is not None:
+      base = model_lib.init(plain, c['seed'])
+  elif c['lora'] is None:
+    plain = weights.describe(source.path, **cut)
+  else:
+    plain, base = weights.load(source.path, mesh=mesh, **cut)
+  trained, description = config.trained_model(c, plain, base, mesh)
+
+  shapes, _ = model_lib.abstract(trained)
+  if base is not None:
+    _, shapes = lora.split(shapes)
+  at = meshes.sharding(mesh)
+  like = jax.tree.map(
+    lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes
+  )
+  checkpoints = Checkpoints(workdir / 'checkpoints', model=description, read_only=True)
+  try:
+    _, state, _, _ = checkpoints.restore({'parameters': like}, step=step, partly=True)
+  finally:
+    checkpoints.close()
+  parameters = state['parameters']
+  if base is None:
+    return plain, parameters
+  # Merged in place, a parameter at a time: the base is not there twice.
+  adapted = lora.map_adapted(lambda weight, _: weight, base, parameters)
+  merge = jax.jit(lora.merge, static_argnums=2, donate_argnums=0)
+  return plain, lora.join(base, merge(adapted, parameters, trained.lora.scale))
 
 
 if __name__ == '__main__':

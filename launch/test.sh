@@ -11,6 +11,8 @@ say 'lint'
 "$VENV/bin/python" -m ruff check .
 say 'formatting'
 "$VENV/bin/python" -m ruff format --check .
+say 'the model that some tests use'
+"$VENV/bin/python" launch/smollm2.py
 say 'tests'
 # Each process gets a run of neighbouring tests, which share what they have built; one
 # that is done takes over tests of the other.

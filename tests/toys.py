@@ -55,8 +55,8 @@ def table(logits: np.ndarray, config: ModelConfig = TABLE) -> dict:
 
   Rows and columns that are not given are 0 and far below.
   """
-  given = np.full((config.d_model, config.vocab_size), -100.0, np.float32)
-  given[: len(logits), : len(logits[0])] = logits
+  given = np.full((config.vocab_size, config.d_model), -100.0, np.float32)
+  given[: len(logits[0]), : len(logits)] = np.transpose(logits)
   tree = jax.tree.map(lambda w: np.zeros(w.shape, w.dtype), model.abstract(config)[0])
   # Normed, the embedding of i is sqrt(D) at i: large, so that eps has no say.
   tree['embed'] = 1e3 * np.eye(config.vocab_size, config.d_model, dtype=np.float32)

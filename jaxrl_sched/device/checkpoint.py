@@ -167,7 +167,7 @@ class Checkpoints:
       self._saving = self._thread.submit(self._finish, step)
 
   def restore(
-    self, like: Any, *, step: int | None = None
+    self, like: Any, *, step: int | None = None, partly: bool = False
   ) -> tuple[int, Any, dict[str, Any], Any] | None:
     """Reads a step, the newest whole one unless told which.
 
@@ -175,6 +175,7 @@ class Checkpoints:
       like: a tree of jax.ShapeDtypeStruct with shardings, where arrays are to lie.
       step: None passes over damaged steps, with a warning, and renames them
         <step>.damaged, out of the way of a later save.
+      partly: leave out, and do not read, what `like` has not.
 
     Returns:
       (step, state, control, pending), or None where `step` is None and there is
@@ -190,7 +191,7 @@ class Checkpoints:
         raise ValueError(f'State {name}: no sharding, expected one to restore to')
     self.wait()
     found = multihost.agree(
-      lambda: self._choose(step, wanted), name=f'checkpoint: choose {step}'
+      lambda: self._choose(step, wanted, partly), name=f'checkpoint: choose {step}'
     )
     if found is None:
       return None
@@ -207,7 +208,9 @@ class Checkpoints:
       arrays.update(
         self._arrays.restore(
           self._path(step) / 'state',
-          args=ocp.args.PyTreeRestore(item=wanted, restore_args=to),
+          args=ocp.args.PyTreeRestore(
+            item=wanted, restore_args=to, partial_restore=partly
+          ),
         )
       )
 
@@ -313,7 +316,7 @@ class Checkpoints:
     return None
 
   def _choose(
-    self, step: int | None, wanted: dict[str, Any]
+    self, step: int | None, wanted: dict[str, Any], partly: bool
   ) -> tuple[int, Any, Any] | None:
     """Finds the step to read, with its control and pending. On process 0."""
     committed = self._committed()
@@ -323,7 +326,7 @@ class Checkpoints:
     for candidate in [step] if step is not None else reversed(committed):
       fault = self._fault(candidate, deep=True)
       if fault is None:
-        self._check_fits(candidate, wanted)
+        self._check_fits(candidate, wanted, partly)
         path = self._path(candidate)
         control, pending = (
           json.loads((path / name).read_text())
@@ -338,7 +341,7 @@ class Checkpoints:
       self._set_aside(candidate, fault)
     return None
 
-  def _check_fits(self, step: int, wanted: dict[str, Any]) -> None:
+  def _check_fits(self, step: int, wanted: dict[str, Any], partly: bool) -> None:
     manifest = self._read_manifest(step)
     if self._model is not None:
       differing = _differences(_by_name(manifest['model'] or {}), _by_name(self._model))
@@ -346,7 +349,10 @@ class Checkpoints:
         raise ValueError(
           f'Checkpoint {self._path(step)} is of another model: {differing}'
         )
-    differing = _differences(manifest['arrays'], _shapes(wanted))
+    saved = manifest['arrays']
+    if partly:
+      saved = {name: shape for name, shape in saved.items() if name in wanted}
+    differing = _differences(saved, _shapes(wanted))
     if differing:
       raise ValueError(f'Checkpoint {self._path(step)} has other arrays: {differing}')
 

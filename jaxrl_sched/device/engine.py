@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_sched.device import multihost, weights
+from jaxrl_sched.device import multihost
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.learner import Learner
 from jaxrl_sched.device.prompts import answer_text
@@ -50,7 +50,6 @@ class DeviceEngine:
     max_new_tokens: of training; the limit that shaping and averaging speak of.
     window: of the packing.
     stopping: whether (since a signal came) the run is to stop.
-    generation_config: of the model's source, for exports.
   """
 
   def __init__(
@@ -66,7 +65,6 @@ class DeviceEngine:
     overlong: dict[str, Any] | None = None,
     teacher: References | None = None,
     stopping: Callable[[], bool] = lambda: False,
-    generation_config: dict[str, Any] | None = None,
   ):
     self.step = 0
     self._sampler, self._learner, self._grader = sampler, learner, grader
@@ -74,7 +72,7 @@ class DeviceEngine:
     self._max_new_tokens, self._window = max_new_tokens, window
     self._overlong = overlong
     self._teacher = teacher
-    self._stopping, self._generation_config = stopping, generation_config
+    self._stopping = stopping
     self._submitted: list[Request] = []
     self._compiled = CompileCounter()
     self._times = dict.fromkeys(('generate_s', 'reward_s'), 0.0)
@@ -268,17 +266,6 @@ class DeviceEngine:
     self._sampler.load(self._learner.parameters, self.step)
     if self._teacher is not None:
       self._teacher.load(None, self.step)
-
-  def export(self, out: str, *, stored_dtype: str = 'float32') -> None:
-    """The weights of this step as a Hugging Face folder, with the tokenizer."""
-    weights.export(
-      self._learner.config,
-      self._learner.parameters,
-      out,
-      tokenizer=self._tokenizer,
-      stored_dtype=stored_dtype,
-      generation_config=self._generation_config,
-    )
 
   def close(self) -> None:
     try:

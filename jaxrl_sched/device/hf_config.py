@@ -1,11 +1,16 @@
 """config.json of a Hugging Face model <-> `ModelConfig`.
 
-What would change the function and is not implemented is refused, not ignored.
+What would change the function and is not implemented is refused, not ignored. So is a
+key that nobody here has heard of, unless it is null: whoever knows that it is of no
+consequence deletes it from the file. Keys of no consequence that public models have
+are listed, so that those load as they are.
 """
 
 import dataclasses
 from typing import Any
 
+from jaxrl_sched.device import hf_rope
+from jaxrl_sched.device.hf_fields import flag, integer, number, refused
 from jaxrl_sched.device.model import ModelConfig
 
 DTYPES = ('float32', 'bfloat16', 'float16')
@@ -20,23 +25,23 @@ class _Architecture:
   qk_norm: bool = False
   head_dim: int | None = None  # where the file has none; None: hidden / heads
   kv_heads: int | None = None  # where the file has none; None: as many as heads
-  windows: str = ''  # 'by layer' or 'all' layers
-  reads_attention_bias: bool = False  # a bias on o too
+  window: int | None = None  # where the file has none
+  window_has_flag: bool = False  # it applies where use_sliding_window is true
 
 
 ARCHITECTURES = {
-  'LlamaForCausalLM': _Architecture(model_type='llama', reads_attention_bias=True),
-  'MistralForCausalLM': _Architecture(model_type='mistral', kv_heads=8, windows='all'),
+  'LlamaForCausalLM': _Architecture(model_type='llama'),
+  'MistralForCausalLM': _Architecture(model_type='mistral', kv_heads=8, window=4096),
   'Qwen2ForCausalLM': _Architecture(
-    model_type='qwen2', qkv_bias=True, kv_heads=32, windows='by layer'
+    model_type='qwen2', qkv_bias=True, kv_heads=32, window=4096, window_has_flag=True
   ),
   'Qwen3ForCausalLM': _Architecture(
     model_type='qwen3',
     qk_norm=True,
     head_dim=128,
     kv_heads=32,
-    windows='by layer',
-    reads_attention_bias=True,
+    window=4096,
+    window_has_flag=True,
   ),
 }
 
@@ -45,17 +50,55 @@ ARCHITECTURES = {
 _ONLY = {
   'hidden_act': ('silu', 'swish'),
   'mlp_bias': (False, None),
+  'use_bias': (False, None),
   'partial_rotary_factor': (1, None),
   'rope_interleaved': (False, None),
   'is_causal': (True, None),
   'use_bidirectional_attention': (False, None),
+  'is_encoder_decoder': (False, None),
+  'add_cross_attention': (False, None),
   'num_experts': (0, None),
   'num_local_experts': (0, None),
+  'embedding_multiplier': (1, None),
+  'residual_multiplier': (1, None),
+  'logits_scaling': (1, None),
+  'logit_scale': (1, None),
+  'no_rope_layers': (None, []),
+  'attention_chunk_size': (None,),
   'attn_logit_softcapping': (None,),
   'final_logit_softcapping': (None,),
   'quantization_config': (None,),  # the stored numbers are codes, not weights
+  'pruned_heads': (None, {}, []),
   'auto_map': (None, {}),  # code of its own
 }
+_READ = """
+architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
+num_attention_heads num_key_value_heads head_dim attention_bias rms_norm_eps
+tie_word_embeddings max_position_embeddings original_max_position_embeddings rope_theta
+rope_scaling rope_parameters sliding_window use_sliding_window max_window_layers
+layer_types
+""".split()
+# The rest of what is found in files. Dropout is among it: there is none here.
+_OF_NO_CONSEQUENCE = """
+attn_implementation dtype is_llama_config max_sequence_length model_max_length
+name_or_path tokenizer_class torch_dtype torchscript transformers.js_config
+transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache
+gradient_checkpointing initializer_range neftune_noise_alpha pretraining_tp
+attention_dropout attention_probs_dropout_prob classifier_dropout embd_pdrop
+hidden_dropout hidden_dropout_prob resid_pdrop
+bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id
+pad_token_id sep_token_id unk_token_id
+chunk_size_feed_forward finetuning_task id2label is_decoder label2id num_labels
+output_attentions output_hidden_states problem_type return_dict task_specific_params
+tf_legacy_loss tie_encoder_decoder use_return_dict
+bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+forced_eos_token_id length_penalty max_length max_new_tokens min_length
+no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores
+prefix remove_invalid_values repetition_penalty return_dict_in_generate
+suppress_tokens temperature top_k top_p typical_p
+""".split()
+_KNOWN = {*_READ, *_ONLY, *_OF_NO_CONSEQUENCE}
 
 
 def read(raw: dict[str, Any], *, known_tokens: int | None, dtype: str) -> ModelConfig:
@@ -71,43 +114,39 @@ def read(raw: dict[str, Any], *, known_tokens: int | None, dtype: str) -> ModelC
     ValueError: the message begins with the key.
   """
   architecture = _architecture(raw)
-  for key, allowed in _ONLY.items():
-    if key in raw and raw[key] not in allowed:
-      raise _refused(key, raw[key], f'expected {allowed[0]}')
-  if architecture.reads_attention_bias and raw.get('attention_bias'):
-    raise _refused('attention_bias', raw['attention_bias'], 'expected False')
-  layers = _integer(raw, 'num_hidden_layers')
+  _check_keys(raw, architecture)
+  layers = integer('num_hidden_layers', raw.get('num_hidden_layers'))
   _check_windows(raw, architecture, layers)
   if dtype not in DTYPES:
     raise ValueError(f'dtype: {dtype!r}, expected one of {", ".join(DTYPES)}')
-  heads, d_model = _integer(raw, 'num_attention_heads'), _integer(raw, 'hidden_size')
+  sizes = {
+    ours: integer(theirs, raw.get(theirs))
+    for ours, theirs in (
+      ('vocab_size', 'vocab_size'),
+      ('d_model', 'hidden_size'),
+      ('d_ff', 'intermediate_size'),
+      ('heads', 'num_attention_heads'),
+      ('max_positions', 'max_position_embeddings'),
+    )
+  }
+  heads, d_model, vocab = sizes['heads'], sizes['d_model'], sizes['vocab_size']
   kv_heads = raw.get('num_key_value_heads', architecture.kv_heads)
   head_dim = raw.get('head_dim', architecture.head_dim)
   if head_dim is None and d_model % heads:
-    raise _refused('hidden_size', d_model, f'expected a multiple of {heads} heads')
-  vocab_size = _integer(raw, 'vocab_size')
-  tied = raw.get('tie_word_embeddings', False)
-  if not isinstance(tied, bool):
-    raise _refused('tie_word_embeddings', tied, 'expected true or false')
+    raise refused('hidden_size', d_model, f'expected a multiple of {heads} heads')
+  theta, scaling = hf_rope.read(raw)
   return ModelConfig(
-    vocab_size=vocab_size,
-    known_tokens=min(known_tokens or vocab_size, vocab_size),
-    d_model=d_model,
-    d_ff=_integer(raw, 'intermediate_size'),
+    **sizes,
+    known_tokens=min(known_tokens or vocab, vocab),
     layers=layers,
-    heads=heads,
-    kv_heads=heads
-    if kv_heads is None
-    else _integer(raw, 'num_key_value_heads', kv_heads),
-    head_dim=d_model // heads
-    if head_dim is None
-    else _integer(raw, 'head_dim', head_dim),
-    rope_theta=_rope_theta(raw),
-    norm_eps=_number(raw, 'rms_norm_eps', 1e-6),
-    tied=tied,
+    kv_heads=heads if kv_heads is None else integer('num_key_value_heads', kv_heads),
+    head_dim=d_model // heads if head_dim is None else integer('head_dim', head_dim),
+    rope_theta=theta,
+    rope_scaling=scaling,
+    norm_eps=number('rms_norm_eps', raw.get('rms_norm_eps', 1e-6)),
+    tied=flag('tie_word_embeddings', raw.get('tie_word_embeddings', False)),
     qkv_bias=architecture.qkv_bias,
     qk_norm=architecture.qk_norm,
-    max_positions=_integer(raw, 'max_position_embeddings'),
     dtype=dtype,
   )
 
@@ -123,13 +162,13 @@ def write(
   """
   if config.qk_norm and config.qkv_bias:
     raise ValueError('export: no architecture has both qk_norm and qkv_bias')
-  kind = 'Qwen3' if config.qk_norm else 'Qwen2' if config.qkv_bias else 'Llama'
+  if config.qk_norm:
+    kind = 'Qwen3'
+  elif config.qkv_bias:
+    kind = 'Qwen2'
+  else:  # the same function, but transformers has no Llama of such sizes
+    kind = 'Mistral' if config.d_model % config.heads else 'Llama'
   name = f'{kind}ForCausalLM'
-  if kind == 'Llama' and config.d_model % config.heads:
-    raise ValueError(
-      f'export: d_model={config.d_model}, heads={config.heads}: transformers has no '
-      'Llama whose hidden size is not a multiple of its heads'
-    )
   raw = {
     'architectures': [name],
     'model_type': ARCHITECTURES[name].model_type,
@@ -143,8 +182,7 @@ def write(
     'hidden_act': 'silu',
     'max_position_embeddings': config.max_positions,
     'rms_norm_eps': config.norm_eps,
-    'rope_theta': config.rope_theta,
-    'rope_parameters': {'rope_type': 'default', 'rope_theta': config.rope_theta},
+    **hf_rope.write(config.rope_theta, config.rope_scaling),
     'tie_word_embeddings': config.tied,
     'attention_dropout': 0.0,
     'dtype': stored_dtype,
@@ -155,15 +193,12 @@ def write(
   if kind == 'Llama':
     raw |= {'attention_bias': False, 'mlp_bias': False}
   else:
-    raw |= {'use_sliding_window': False, 'sliding_window': None}
-    raw |= {'max_window_layers': config.layers}
+    raw['sliding_window'] = None
+  if kind.startswith('Qwen'):
+    raw |= {'use_sliding_window': False, 'max_window_layers': config.layers}
   if kind == 'Qwen3':
     raw['attention_bias'] = False
   return raw
-
-
-def _refused(key: str, value: Any, why: str) -> ValueError:
-  return ValueError(f'config.json: {key}: {value!r}, {why}')
 
 
 def _architecture(raw: dict[str, Any]) -> _Architecture:
@@ -174,63 +209,45 @@ def _architecture(raw: dict[str, Any]) -> _Architecture:
     ]
     if not named:
       known = ', '.join(a.model_type for a in ARCHITECTURES.values())
-      raise _refused('model_type', raw.get('model_type'), f'expected one of {known}')
-  if not (isinstance(named, list) and len(named) == 1 and named[0] in ARCHITECTURES):
+      raise refused('model_type', raw.get('model_type'), f'expected one of {known}')
+  if not (isinstance(named, list) and named in [[name] for name in ARCHITECTURES]):
     known = ', '.join(ARCHITECTURES)
-    raise _refused('architectures', named, f'expected one of {known}')
+    raise refused('architectures', named, f'expected one of {known}')
   architecture = ARCHITECTURES[named[0]]
   if raw.get('model_type', architecture.model_type) != architecture.model_type:
     why = f'expected {architecture.model_type!r} for {named[0]}'
-    raise _refused('model_type', raw['model_type'], why)
+    raise refused('model_type', raw['model_type'], why)
   return architecture
+
+
+def _check_keys(raw: dict[str, Any], architecture: _Architecture) -> None:
+  for key, allowed in _ONLY.items():
+    if key in raw and raw[key] not in allowed:
+      raise refused(key, raw[key], f'expected {allowed[0]}')
+  # A Qwen2 that says it has biases means those on q, k and v.
+  if not architecture.qkv_bias and raw.get('attention_bias'):
+    raise refused('attention_bias', raw['attention_bias'], 'expected False')
+  for key, value in raw.items():
+    if key not in _KNOWN and not key.startswith('_') and value is not None:
+      why = 'not a key known here: delete it if it leaves the model as it is'
+      raise refused(key, value, why)
 
 
 def _check_windows(
   raw: dict[str, Any], architecture: _Architecture, layers: int
 ) -> None:
   """Refuses a sliding window, but not one that is switched off."""
-  window = raw.get('sliding_window', 4096)  # as transformers has it
-  if architecture.windows == 'all' and window is not None:
-    raise _refused('sliding_window', window, 'expected null: windows are not supported')
-  if architecture.windows != 'by layer':
-    return
   kinds = raw.get('layer_types')
-  if kinds is not None:
-    if set(kinds) - {'full_attention'}:
-      raise _refused('layer_types', kinds, "expected 'full_attention' in all")
-  elif raw.get('use_sliding_window') and window is not None:
-    full = raw.get('max_window_layers', 28)  # layers from there on have the window
-    if full < layers:
+  if kinds is not None and kinds != ['full_attention'] * layers:
+    raise refused('layer_types', kinds, f"expected 'full_attention' {layers} times")
+  window = raw.get('sliding_window', architecture.window)
+  if window is None:
+    return
+  if not architecture.window_has_flag:
+    raise refused('sliding_window', window, 'expected null: windows are not supported')
+  used = flag('use_sliding_window', raw.get('use_sliding_window', False))
+  if used and kinds is None:
+    full = integer('max_window_layers', raw.get('max_window_layers', 28))
+    if full < layers:  # layers from there on have the window
       why = f'expected false: layers {full} to {layers - 1} have a window of {window}'
-      raise _refused('use_sliding_window', raw['use_sliding_window'], why)
-
-
-def _rope_theta(raw: dict[str, Any]) -> float:
-  """From either spelling; transformers 5 has rope_parameters, 4 has two keys.
-
-  Scaled tables (linear, llama3, yarn ...) belong here and in `model.rotation`.
-  """
-  key = 'rope_scaling' if raw.get('rope_scaling') else 'rope_parameters'
-  settings = raw.get(key) or {}
-  if not isinstance(settings, dict):
-    raise _refused(key, settings, 'expected an object')
-  kind = settings.get('rope_type', settings.get('type', 'default'))
-  by_layer = any(isinstance(value, dict) for value in settings.values())
-  if kind != 'default' or by_layer or settings.get('partial_rotary_factor', 1) != 1:
-    raise _refused(key, settings, "expected rope_type 'default' on whole heads")
-  theta = settings.get('rope_theta', raw.get('rope_theta'))
-  return 10_000.0 if theta is None else _number({'rope_theta': theta}, 'rope_theta')
-
-
-def _integer(raw: dict[str, Any], key: str, default: Any = None) -> int:
-  value = raw.get(key, default)
-  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-    raise _refused(key, value, 'expected a whole number of at least 1')
-  return value
-
-
-def _number(raw: dict[str, Any], key: str, default: Any = None) -> float:
-  value = raw.get(key, default)
-  if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-    raise _refused(key, value, 'expected a number above 0')
-  return float(value)
+      raise refused('use_sliding_window', used, why)

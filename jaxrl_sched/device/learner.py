@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_sched.device import losses
+from jaxrl_sched.device import lora, losses
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
+from jaxrl_sched.device.logps import LOGITS_AT_ONCE, token_logps
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.types import Batch
-
-LOGITS_AT_ONCE = 2**24  # elements of [B, t, V] that a device holds in float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,51 +106,15 @@ def make_optimizer(
   return adamw, rate
 
 
-def token_logps(
-  hidden,
-  kernel,
-  config: ModelConfig,
-  targets,
+def answer_logps(
+  parameters,
+  config,
+  batch,
   *,
   temperature=1.0,
-  at_once: int = LOGITS_AT_ONCE,
-):
-  """log p(target) and entropy under softmax(logits / temperature), a part at a time.
-
-  [B, T, V] is never whole in float32, forward or backward: places are cut along T
-  (rows may lie on many devices) and each part is computed again in the backward.
-
-  Args:
-    hidden: [B, T, D]. kernel: [D, V]. targets: [B, T] int32.
-    at_once: elements of [B, t, V] that a part holds in float32.
-
-  Returns:
-    log-probs and entropies, each [B, T] float32.
-  """
-  b, t, d = hidden.shape
-  most = max(1, at_once // (b * config.vocab_size))
-  part = next(n for n in range(min(t, most), 0, -1) if t % n == 0)
-
-  @functools.partial(jax.checkpoint, prevent_cse=False)
-  def one(hidden, targets):
-    logits = model_lib.head_logits(hidden, kernel, config) / temperature
-    total = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    entropy = total - jnp.sum(jnp.exp(logits - total[..., None]) * logits, axis=-1)
-    return chosen - total, entropy
-
-  if part == t:
-    return one(hidden, targets)
-  parts = (
-    hidden.reshape(b, t // part, part, d).swapaxes(0, 1),
-    targets.reshape(b, t // part, part).swapaxes(0, 1),
-  )
-  _, out = jax.lax.scan(lambda _, xs: (None, one(*xs)), None, parts)
-  return tuple(x.swapaxes(0, 1).reshape(b, t) for x in out)
-
-
-def answer_logps(
-  parameters, config, batch, *, temperature=1.0, remat=False, at_once=LOGITS_AT_ONCE
+  remat=False,
+  parts=1,
+  at_once=LOGITS_AT_ONCE,
 ):
   """log-probs and entropies of a packed batch's tokens, [B, T]; entry 0 is 0."""
   model = model_lib.decoder(config, parameters)
@@ -161,21 +124,36 @@ def answer_logps(
   targets = jnp.roll(batch['tokens'], -1, axis=1)  # the last one's is never read
   found = token_logps(
     hidden,
-    model.head_kernel(),
+    model.head_weight(),
     config,
     targets,
     temperature=temperature,
+    parts=parts,
     at_once=at_once,
   )
   return tuple(jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in found)
 
 
 def microbatch_loss(
-  parameters, reference, batch, *, config, loss: Loss, temperature, remat, at_once
+  parameters,
+  reference,
+  batch,
+  *,
+  config,
+  loss: Loss,
+  temperature,
+  remat,
+  parts,
+  at_once,
 ):
   """The loss of one microbatch: a plain sum. Returns it with sums for the log."""
   logps_of = functools.partial(
-    answer_logps, config=config, batch=batch, temperature=temperature, at_once=at_once
+    answer_logps,
+    config=config,
+    batch=batch,
+    temperature=temperature,
+    parts=parts,
+    at_once=at_once,
   )
   logp, entropy = logps_of(parameters, remat=remat)
   weight, trained = batch['weights'], batch['weights'] > 0
@@ -194,8 +172,8 @@ def microbatch_loss(
     logp_sampled=batch['logps'],
     segments=batch['segments'],
   )
-  if reference is not None:
-    logp_ref, _ = logps_of(reference)
+  if reference is not None:  # weights without adapters
+    logp_ref, _ = logps_of(reference, config=dataclasses.replace(config, lora=None))
     total += losses.kl_penalty(logp, logp_ref, weight, coef=loss.kl_coef, kind=loss.kl)
     estimate = losses.kl_estimate(
       jnp.where(trained, held, 0.0), jnp.where(trained, logp_ref, 0.0), kind='k3'
@@ -213,15 +191,41 @@ def microbatch_loss(
   return total, jax.tree.map(lambda x: jax.lax.stop_gradient(x).astype('float32'), sums)
 
 
+def _gradients(loss_of):
+  """Two functions: gradient and sums of a microbatch, and those added to a total."""
+
+  def of_trained(trained, rest, reference, batch):
+    return loss_of(lora.join(rest, trained), reference, batch)
+
+  first = jax.grad(of_trained, has_aux=True)
+
+  def add(total, *arguments):
+    new, sums = first(*arguments)
+    old, old_sums = total
+    sums = {
+      k: (jnp.maximum if k == 'gap_max' else jnp.add)(old_sums[k], v)
+      for k, v in sums.items()
+    }
+    return jax.tree.map(jnp.add, old, new), sums
+
+  return first, add
+
+
 class Learner:
   """Holds the weights and the optimizer; `update` does one step.
 
+  With `config.lora` only adapters are trained, and they and their optimizer are the
+  state. The weights that were given stay as they are, uncopied; they are the reference
+  of the KL penalty, too.
+
   Args:
-    parameters: float32 tree; copied to the learner's shardings, never donated.
+    parameters: float32 tree, without adapters; brought to the learner's shardings,
+      never donated.
     rows, row_tokens: shape of a microbatch; their number is the host's choice.
     optimizer: keyword arguments of `make_optimizer`.
     temperature: of the sampling, at which log-probs are computed.
     remat: compute activations again in the backward instead of keeping them.
+    seed: of fresh adapters.
   """
 
   def __init__(
@@ -236,6 +240,7 @@ class Learner:
     loss: Loss,
     temperature: float = 1.0,
     remat: bool = False,
+    seed: int = 0,
   ):
     mesh = meshes.make_mesh() if mesh is None else mesh
     if rows < 1 or rows % meshes.size(mesh, 'rows'):
@@ -245,11 +250,28 @@ class Learner:
       )
     if not temperature > 0:
       raise ValueError(f'learner.temperature: {temperature}, expected above 0')
-    self.config, self.loss = config, loss
+    # The model that `parameters` are of: adapters are merged in them.
+    self.config, self.loss = dataclasses.replace(config, lora=None), loss
     self.rows, self.row_tokens = rows, row_tokens
     self._optimizer, self._rate = make_optimizer(**optimizer)
-    shapes, axes = model_lib.abstract(config)
+    shapes, axes = model_lib.abstract(self.config)
     at = meshes.parameter_shardings(shapes, axes, mesh)
+    parameters = jax.device_put(parameters, at)
+    self._reference = parameters if loss.kl_coef > 0 else None
+    self._merge = None
+    if config.lora is not None:
+      self._base, self._merged, self._merged_of = parameters, None, None
+      (_, shapes), (_, axes) = map(lora.split, model_lib.abstract(config))
+      adapted_at = lora.map_adapted(lambda sharding, _: sharding, at, shapes)
+      at = jax.tree.map(
+        lambda names: meshes.sharding(mesh, *names),
+        axes,
+        is_leaf=lambda x: isinstance(x, tuple),
+      )
+      self._merge = jax.jit(
+        functools.partial(lora.merge, scale=config.lora.scale),
+        out_shardings=adapted_at,
+      )
     whole = meshes.sharding(mesh)
     optimizer_at = optax.tree_utils.tree_map_params(
       self._optimizer,
@@ -262,37 +284,25 @@ class Learner:
     self._row_at = meshes.sharding(mesh, 'rows', None)
 
     def start(parameters):
-      copy = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), parameters)
-      return dict(parameters=copy, optimizer=self._optimizer.init(copy))
+      if config.lora is None:
+        trained = jax.tree.map(lambda x: jnp.array(x, 'float32', copy=True), parameters)
+      else:
+        _, trained = lora.split(model_lib.init(config, seed))
+      return dict(parameters=trained, optimizer=self._optimizer.init(trained))
 
-    parameters = jax.device_put(parameters, at)
     self.state = jax.jit(start, out_shardings=self._state_at)(parameters)
-    self._reference = parameters if loss.kl_coef > 0 else None
 
-    gradient = jax.grad(
-      functools.partial(
-        microbatch_loss,
-        config=config,
-        loss=loss,
-        temperature=temperature,
-        remat=remat,
-        at_once=LOGITS_AT_ONCE * meshes.size(mesh, 'rows'),
-      ),
-      has_aux=True,
+    loss_of = functools.partial(
+      microbatch_loss,
+      config=config,
+      loss=loss,
+      temperature=temperature,
+      remat=remat,
+      parts=meshes.size(mesh, 'vocab'),
+      at_once=LOGITS_AT_ONCE * meshes.size(mesh, 'rows') * meshes.size(mesh, 'vocab'),
     )
 
-    def first(parameters, reference, batch):
-      return gradient(parameters, reference, batch)
-
-    def add(total, parameters, reference, batch):
-      new, sums = gradient(parameters, reference, batch)
-      old, old_sums = total
-      sums = {
-        k: (jnp.maximum if k == 'gap_max' else jnp.add)(old_sums[k], v)
-        for k, v in sums.items()
-      }
-      return jax.tree.map(jnp.add, old, new), sums
-
+    first, add = _gradients(loss_of)
     self._first = jax.jit(first, out_shardings=(at, whole))
     self._add = jax.jit(add, donate_argnums=0, out_shardings=(at, whole))
     self._apply = jax.jit(
@@ -303,7 +313,15 @@ class Learner:
 
   @property
   def parameters(self):
-    return self.state['parameters']
+    """The policy's weights, float32, adapters merged in."""
+    trained = self.state['parameters']
+    if self._merge is None:
+      return trained
+    if self._merged_of is not trained:  # once for each version
+      merged = self._merge(self._base, trained)
+      # What has no adapter is shared with the base.
+      self._merged, self._merged_of = lora.join(self._base, merged), trained
+    return self._merged
 
   def like(self):
     """The state as shapes with shardings, for a checkpoint to fill."""
@@ -347,17 +365,18 @@ class Learner:
     return state, metrics
 
   def gradient(self, batches: Sequence[Batch]):
-    """The gradient summed over microbatches (float32), and sums for the log."""
-    total = None
+    """The gradient of what is trained, over all microbatches, and sums for the log."""
+    total, rest = None, {} if self._merge is None else self.parameters
     for batch in batches:
       arrays = {
         f.name: jax.device_put(getattr(batch, f.name), self._row_at)
         for f in dataclasses.fields(batch)
       }
+      arguments = self.state['parameters'], rest, self._reference, arrays
       if total is None:
-        total = self._first(self.parameters, self._reference, arrays)
+        total = self._first(*arguments)
       else:
-        total = self._add(total, self.parameters, self._reference, arrays)
+        total = self._add(total, *arguments)
     return total
 
   def update(self, batches: Sequence[Batch]) -> dict[str, jax.Array]:

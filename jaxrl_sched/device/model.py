@@ -13,7 +13,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from jaxrl_sched.device import attention
+from jaxrl_sched.device import attention, lora, rope
+from jaxrl_sched.device.lora import Lora
 
 # A logit that no softmax sees, yet finite: -inf would make nan of 0 * logit.
 NEVER = -1e30
@@ -25,6 +26,7 @@ class ModelConfig:
 
   vocab_size: int  # V, rows of the embedding
   known_tokens: int  # ids the tokenizer knows; rows past it are never predicted
+  vocab_padding: int = 0  # the last of these rows: zeros, so that V can be cut anywhere
   d_model: int  # D
   d_ff: int  # F
   layers: int  # L
@@ -32,12 +34,14 @@ class ModelConfig:
   kv_heads: int  # K
   head_dim: int  # H
   rope_theta: float = 10_000.0
+  rope_scaling: rope.Scaling | None = None
   norm_eps: float = 1e-6
   tied: bool = True  # the head is the embedding transposed
   qkv_bias: bool = False  # Qwen2
   qk_norm: bool = False  # Qwen3
   max_positions: int = 4096
   dtype: str = 'float32'  # of the computation; masters are float32
+  lora: Lora | None = None  # adapters beside the weights
 
   def __post_init__(self):
     sizes = ('vocab_size', 'd_model', 'd_ff', 'layers', 'heads', 'kv_heads', 'head_dim')
@@ -50,13 +54,27 @@ class ModelConfig:
       raise ValueError(
         f'model.kv_heads: {self.kv_heads}, expected a divisor of heads={self.heads}'
       )
-    if not 0 < self.known_tokens <= self.vocab_size:
+    if not 0 <= self.vocab_padding < self.vocab_size:
+      raise ValueError(
+        f'model.vocab_padding: {self.vocab_padding}, expected 0 to less than '
+        f'vocab_size={self.vocab_size}'
+      )
+    if not 0 < self.known_tokens <= self.vocab_used:
       raise ValueError(
         f'model.known_tokens: {self.known_tokens}, expected 1 to '
-        f'vocab_size={self.vocab_size}'
+        f'vocab_size={self.vocab_used}'
+      )
+    if not isinstance(self.rope_scaling, rope.Scaling | None):
+      raise ValueError(
+        f'model.rope_scaling: {self.rope_scaling!r}, expected one of rope.py or None'
       )
     if self.head_dim % 2:
       raise ValueError(f'model.head_dim: {self.head_dim}, expected an even number')
+
+  @property
+  def vocab_used(self) -> int:
+    """Rows that a Hugging Face file has."""
+    return self.vocab_size - self.vocab_padding
 
 
 def _weight(rngs, shape, axes, *, std):
@@ -73,12 +91,12 @@ def _rms_norm(x, scale, eps):
 
 def rotation(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
   """cos and sin, [..., H / 2] float32, of rotary embedding (arXiv:2104.09864)."""
-  half = config.head_dim // 2
-  frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions[..., None].astype(jnp.float32) * frequency.reshape(
-    (1,) * positions.ndim + (half,)
+  frequency, factor = rope.frequencies(
+    config.rope_theta, config.head_dim, config.rope_scaling
   )
-  return jnp.cos(angle), jnp.sin(angle)
+  lead = (1,) * positions.ndim
+  angle = positions[..., None].astype(jnp.float32) * frequency.reshape((*lead, -1))
+  return factor * jnp.cos(angle), factor * jnp.sin(angle)
 
 
 def _rotate(x, cos, sin):  # x [..., heads, H]; the two halves are a pair (HF's layout)
@@ -112,11 +130,14 @@ class Attention(nnx.Module):
     if c.qk_norm:
       self.q_norm = Norm(h, ('head',), c)
       self.k_norm = Norm(h, ('head',), c)
+    projections = {'q': (self.q, 1), 'k': (self.k, 1), 'v': (self.v, 1)}
+    self.lora = lora.declare(c.lora, rngs, projections | {'o': (self.o, 2)})
     self.config = c
 
   def qkv(self, x, cos, sin):  # x [..., D] -> [..., N, H], [..., K, H], [..., K, H]
     q, k, v = (
-      jnp.einsum('...d,dnh->...nh', x, w[...]) for w in (self.q, self.k, self.v)
+      lora.add(self.lora, name, x, jnp.einsum('...d,dnh->...nh', x, w[...]))
+      for name, w in (('q', self.q), ('k', self.k), ('v', self.v))
     )
     if self.config.qkv_bias:
       lead = (1,) * (x.ndim - 1)
@@ -129,7 +150,7 @@ class Attention(nnx.Module):
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
   def out(self, y):  # [..., N, H] -> [..., D]
-    return jnp.einsum('...nh,nhd->...d', y, self.o[...])
+    return lora.add(self.lora, 'o', y, jnp.einsum('...nh,nhd->...d', y, self.o[...]))
 
 
 class Mlp(nnx.Module):
@@ -138,9 +159,14 @@ class Mlp(nnx.Module):
     self.gate = _weight(rngs, (d, f), ('embed', 'mlp'), std=d**-0.5)
     self.up = _weight(rngs, (d, f), ('embed', 'mlp'), std=d**-0.5)
     self.down = _weight(rngs, (f, d), ('mlp', 'embed'), std=(2 * c.layers * f) ** -0.5)
+    weights = {'gate': (self.gate, 1), 'up': (self.up, 1), 'down': (self.down, 1)}
+    self.lora = lora.declare(c.lora, rngs, weights)
 
   def __call__(self, x):
-    return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+    gate = lora.add(self.lora, 'gate', x, x @ self.gate[...])
+    up = lora.add(self.lora, 'up', x, x @ self.up[...])
+    y = jax.nn.silu(gate) * up
+    return lora.add(self.lora, 'down', y, y @ self.down[...])
 
 
 class Block(nnx.Module):
@@ -171,41 +197,54 @@ class Decoder(nnx.Module):
     self.blocks = stack(rngs)
     self.norm = Norm(c.d_model, ('embed',), c)
     if not c.tied:
-      shape = (c.d_model, c.vocab_size)
-      self.head = _weight(rngs, shape, ('embed', 'vocab'), std=0.02)
+      self.head = _weight(rngs, (c.vocab_size, c.d_model), embed_axes, std=0.02)
 
-  def layers(self) -> list[Block]:
-    """One module a layer, for loops that are faster unrolled."""
-    graph, stacked = nnx.split(self.blocks)
-    return [
-      nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], stacked))
-      for i in range(self.config.layers)
-    ]
+  def embedded(self, tokens):  # [...] -> [..., D]
+    return self.embed[...][tokens].astype(self.config.dtype)
 
-  def rows(self, tokens, segments, positions, *, remat=False, keep_kv=False):
-    """Packed rows, all [B, T] int32 -> hidden [B, T, D]; with `keep_kv` also k and v.
+  def rows(self, tokens, segments, positions, *, remat=False):
+    """Packed rows, all [B, T] int32 -> hidden [B, T, D].
 
-    A token sees its own segment up to itself. k and v are [L, B, T, K, H].
+    A token sees its own segment up to itself. Layers are scanned, so that their
+    number does not make compilation longer.
     """
     cos, sin = rotation(positions, self.config)
     graph, stacked = nnx.split(self.blocks)
 
     def attend(q, k, v):
-      return attention.packed(q, k, v, segments), (k, v) if keep_kv else None
+      return attention.packed(q, k, v, segments), None
 
     def layer(x, state):
       return nnx.merge(graph, state)(x, cos, sin, attend)
 
     if remat:
       layer = jax.checkpoint(layer, prevent_cse=False)
-    x, kv = jax.lax.scan(layer, self.embed[...][tokens], stacked)
-    return (self.norm(x), kv) if keep_kv else self.norm(x)
+    x, _ = jax.lax.scan(layer, self.embedded(tokens), stacked)
+    return self.norm(x)
+
+  def prefill(self, layers, tokens, segments):
+    """k and v of rows that begin at position 0: L pairs, each [B, T, K, H].
+
+    Args:
+      layers: what `unrolled` gave. tokens, segments: [B, T] int32.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    cos, sin = rotation(positions, self.config)
+    x, kept = self.embedded(tokens), []
+
+    def attend(q, k, v):
+      return attention.packed(q, k, v, segments), (k, v)
+
+    for block in layers:
+      x, kv = block(x, cos, sin, attend)
+      kept.append(kv)
+    return tuple(kept)
 
   def step(self, layers, tokens, positions, cache, *, used: int):
     """One token in each slot.
 
     Args:
-      layers: what `layers()` gave, made outside the loop that calls this.
+      layers: what `unrolled` gave.
       tokens: [R] int32.
       positions: [R] int32, where the token's k and v go; S or more: nowhere.
       cache: L pairs of k and v, each [R, S, K, H].
@@ -215,8 +254,7 @@ class Decoder(nnx.Module):
       hidden [R, D] and the cache.
     """
     cos, sin = rotation(positions, self.config)
-    x = self.embed[...][tokens]
-    new = []
+    x, new = self.embedded(tokens), []
     for block, (k_cache, v_cache) in zip(layers, cache, strict=True):
 
       def attend(q, k, v, k_cache=k_cache, v_cache=v_cache):
@@ -227,13 +265,14 @@ class Decoder(nnx.Module):
       new.append(kept)
     return self.norm(x), tuple(new)
 
-  def head_kernel(self):  # [D, V]
-    return self.embed[...].T if self.config.tied else self.head[...]
+  def head_weight(self):  # [V, D]
+    return self.embed[...] if self.config.tied else self.head[...]
 
 
-def head_logits(hidden, kernel, config: ModelConfig):
-  """[..., D] and [D, V] -> [..., V] float32; ids no tokenizer knows get NEVER."""
-  out = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+def head_logits(hidden, head, config: ModelConfig):
+  """[..., D] and [V, D] -> [..., V] float32; ids no tokenizer knows get NEVER."""
+  head = head.astype(hidden.dtype)
+  out = jnp.einsum('...d,vd->...v', hidden, head, preferred_element_type=jnp.float32)
   if config.known_tokens == config.vocab_size:
     return out
   known = jnp.arange(config.vocab_size) < config.known_tokens
@@ -260,24 +299,71 @@ def abstract(config: ModelConfig) -> tuple[dict, dict]:
 
 
 def init(config: ModelConfig, seed: int) -> dict:
-  """Fresh float32 parameters."""
-  return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(seed))))
+  """Fresh float32 parameters. Adapters leave the others as they would be."""
+  apart = jax.random.fold_in(jax.random.key(seed), 1)
+  return nnx.to_pure_dict(nnx.state(Decoder(config, nnx.Rngs(seed, lora=apart))))
 
 
 def decoder(config: ModelConfig, parameters: dict) -> Decoder:
-  """The module over these parameters, cast to the dtype of the computation."""
+  """The module over these parameters, its blocks cast to the dtype of the computation.
+
+  Embedding and head are not: they are read in parts, and cast there.
+  """
   graph, state = _skeleton(config)
   state = jax.tree.map(lambda x: x, state)  # a copy: the cached one stays abstract
-  cast = jax.tree.map(lambda w: w.astype(config.dtype), parameters)
-  nnx.replace_by_pure_dict(state, cast)
+  cast = jax.tree.map(lambda w: w.astype(config.dtype), parameters['blocks'])
+  nnx.replace_by_pure_dict(state, parameters | {'blocks': cast})
   return nnx.merge(graph, state)
+
+
+def by_layer(config: ModelConfig, parameters: dict) -> dict:
+  """The parameters as a sampler takes them: one tree a layer, of the dtype computed in.
+
+  Made once for each version of the weights. A decode loop is fastest unrolled, and
+  would cut every layer out of the stacks, a copy of all weights, each time it starts.
+  """
+  cast = jax.tree.map(lambda w: w.astype(config.dtype), parameters)
+  return _per_layer(cast, config, lambda w, i: w[i])
+
+
+def by_layer_axes(config: ModelConfig) -> dict:
+  """The logical axis names of what `by_layer` gives."""
+  _, axes = abstract(config)
+  return _per_layer(axes, config, lambda names, _: names[1:])
+
+
+def _per_layer(tree: dict, config: ModelConfig, part) -> dict:
+  tree = dict(tree)
+  blocks = tree.pop('blocks')
+
+  def layer(i):
+    return jax.tree.map(
+      lambda leaf: part(leaf, i), blocks, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+  return tree | {'layers': [layer(i) for i in range(config.layers)]}
+
+
+def unrolled(config: ModelConfig, tree: dict) -> tuple[Decoder, list[Block]]:
+  """The module over what `by_layer` gave, and its blocks, which it has not itself."""
+  graph, state = _skeleton(config)
+  state = jax.tree.map(lambda x: x, state)
+  nnx.replace_by_pure_dict(state, {k: v for k, v in tree.items() if k != 'layers'})
+  model = nnx.merge(graph, state)
+  graph, state = nnx.split(model.blocks)
+  blocks = []
+  for layer in tree['layers']:
+    state = jax.tree.map(lambda x: x, state)
+    nnx.replace_by_pure_dict(state, layer)
+    blocks.append(nnx.merge(graph, state))
+  return model, blocks
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _logits(parameters, config, tokens, positions, segments):
   model = decoder(config, parameters)
   hidden = model.rows(tokens, segments, positions)
-  return head_logits(hidden, model.head_kernel(), config)
+  return head_logits(hidden, model.head_weight(), config)[..., : config.vocab_used]
 
 
 def logits(
@@ -288,7 +374,7 @@ def logits(
   positions: Any = None,  # [B, T]; None: 0, 1, ... in each segment
   segments: Any = None,  # [B, T]; None: a row is one segment; 0 is padding
 ) -> jax.Array:
-  """[B, T, V] float32. For tests and small inputs: whole rows at once.
+  """[B, T, V less its padding] float32. For tests and small inputs: all at once.
 
   Segments do not see each other and their positions restart.
   """

@@ -65,10 +65,9 @@ def _fresh_state(slots: int, cache_length: int) -> dict[str, np.ndarray]:
 
 
 def _prefill(parameters, tokens, segments, config):
-  """[P, T] -> keys and values, each [L, P, T, K, H]."""
-  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-  model = model_lib.decoder(config, parameters)
-  return model.rows(tokens, segments, positions, keep_kv=True)[1]
+  """[P, T] -> keys and values: L pairs, each [P, T, K, H]."""
+  model, layers = model_lib.unrolled(config, parameters)
+  return model.prefill(layers, tokens, segments)
 
 
 def _insert(cache, state, kv, place, seed):
@@ -79,13 +78,9 @@ def _insert(cache, state, kv, place, seed):
       no answer), `row` of kv, `draw`, `answer`, and the state's own fields.
   """
   slot, row = place['slot'], place['row']
-  length = kv[0].shape[2]
-  cache = tuple(
-    tuple(
-      old.at[slot, :length].set(new[i][row].astype(old.dtype), mode='drop')
-      for old, new in zip(pair, kv, strict=True)
-    )
-    for i, pair in enumerate(cache)
+  length = kv[0][0].shape[1]
+  cache = jax.tree.map(
+    lambda old, new: old.at[slot, :length].set(new[row], mode='drop'), cache, kv
   )
 
   def key(draw, answer):
@@ -107,8 +102,8 @@ def _decode(parameters, cache, state, *, config: ModelConfig, chunk: int, used: 
     cache, state, tokens [chunk, R] int32 and log-probs [chunk, R]; a slot's are the
     first ones, as many as its `made` grew.
   """
-  model = model_lib.decoder(config, parameters)
-  layers, kernel = model.layers(), model.head_kernel()
+  model, layers = model_lib.unrolled(config, parameters)
+  head = model.head_weight()
   slots = state['alive'].shape[0]
   off = cache[0][0].shape[1]
 
@@ -118,7 +113,7 @@ def _decode(parameters, cache, state, *, config: ModelConfig, chunk: int, used: 
     hidden, cache = model.step(
       layers, state['token'], state['position'], cache, used=used
     )
-    token, logp = draw_tokens(model_lib.head_logits(hidden, kernel, config), state)
+    token, logp = draw_tokens(model_lib.head_logits(hidden, head, config), state)
     made = state['made'] + alive
     stopped = jnp.any(token[:, None] == state['stop'], axis=-1)
     goes_on = alive & ~stopped & (made < state['limit'])
@@ -205,15 +200,19 @@ class Sampler:
     self.detokenize = detokenize
     self.idle_share = 0.0  # of the slot-steps of the last `generate`
     self._mesh, self._seed = mesh, np.uint32(seed)
+    ready = functools.partial(model_lib.by_layer, config)
+    self._ready = jax.jit(ready)
     self._weights_at = meshes.parameter_shardings(
-      *model_lib.abstract(config), mesh, whole=('embed',)
+      jax.eval_shape(ready, model_lib.abstract(config)[0]),
+      model_lib.by_layer_axes(config),
+      mesh,
+      whole=('embed',),
     )
     per_slot = meshes.sharding(mesh, 'slots')
     cache_at = meshes.sharding(mesh, 'slots', None, 'kv_heads', None)
     out = meshes.sharding(mesh, None, 'slots')
-    kv_at = meshes.sharding(mesh, None, 'slots', None, 'kv_heads', None)
     self._prefill = jax.jit(
-      functools.partial(_prefill, config=config), out_shardings=kv_at
+      functools.partial(_prefill, config=config), out_shardings=cache_at
     )
     self._insert = jax.jit(
       _insert, donate_argnums=(0, 1), out_shardings=(cache_at, per_slot)
@@ -239,7 +238,8 @@ class Sampler:
 
   def load(self, parameters, version: int) -> None:
     """From now on samples with these weights."""
-    self._parameters = jax.device_put(parameters, self._weights_at)
+    # Cast before they travel: half the bytes where the computation is in bfloat16.
+    self._parameters = jax.device_put(self._ready(parameters), self._weights_at)
     self.version = version
 
   def _reset(self) -> None:
@@ -332,10 +332,10 @@ class Sampler:
         f'expected 1 or more and together at most cache_length={self.cache_length}'
       )
     ids = request.prompt.tokens
-    if np.min(ids) < 0 or np.max(ids) >= self.config.vocab_size:
+    if np.min(ids) < 0 or np.max(ids) >= self.config.vocab_used:
       raise ValueError(
         f'{name}: token ids from {np.min(ids)} to {np.max(ids)}, expected 0 to '
-        f'{self.config.vocab_size - 1}'
+        f'{self.config.vocab_used - 1}'
       )
     if len(s.stop_ids) > MAX_STOP_IDS:
       raise ValueError(f'{name}: {len(s.stop_ids)} stop ids, at most {MAX_STOP_IDS}')

@@ -1,34 +1,37 @@
 """Hugging Face folders <-> our parameters, exactly, a slice at a time.
 
-On the way in each device's part is read straight from the file; on the way out no
-more than a shard is held. Every tensor is used and every parameter filled, or the
-error names those that are not.
+On the way in each device's part of a tensor is read straight from the file, and the
+host holds one tensor of the file at a time; on the way out no more than a shard.
+Every tensor is used and every parameter filled, or the error names those that are not.
 """
 
 import contextlib
-import json
+import dataclasses
+import functools
 import math
 import os
 import pathlib
-import re
 import shutil
 import tempfile
 from typing import Any
 
-import huggingface_hub
 import jax
+import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_sched.device import hf_config, hf_tensors, model
+from jaxrl_sched.device import hf_config, hf_folder, hf_tensors, model
 from jaxrl_sched.device import mesh as meshes
+from jaxrl_sched.device.hf_folder import Stored, folder
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.prompts import load_tokenizer, stop_ids
 
-_ONE, _INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _STORED = ('F32', 'BF16', 'F16')
+# Rows of the vocabulary are made a multiple of this, so that every mesh with a power
+# of two of devices can cut them and reads the others' checkpoints.
+_VOCAB_STEP = 128
 
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -38,33 +41,31 @@ _TOKENIZER_FILES = (
 )
 
 
-def folder(path_or_hub_id: str | os.PathLike) -> pathlib.Path:
-  """The folder of a model; one on the hub is fetched, or found in the local cache."""
-  path = pathlib.Path(path_or_hub_id).expanduser()
-  if path.is_dir():
-    return path
-  name = os.fspath(path_or_hub_id)
-  if not re.fullmatch(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*', name):
-    raise ValueError(f'model: {name}: no such folder, and not a hub id (owner/name)')
-  try:
-    return pathlib.Path(
-      huggingface_hub.snapshot_download(
-        name,
-        allow_patterns=['*.json', '*.safetensors', '*.jinja', 'tokenizer*', '*.txt'],
-        ignore_patterns=['*/*', 'consolidated*'],
-      )
-    )
-  except Exception as error:  # the hub's client raises many kinds, of many lines
-    reason = ' '.join(str(error).split())[:200]
-    raise ValueError(
-      f'model: {name}: no such folder, and not to be had from the hub: {reason}'
-    ) from error
-
-
 def generation_config(path_or_hub_id: str | os.PathLike) -> dict[str, Any] | None:
   """What generation_config.json says; it names end ids that the tokenizer does not."""
   file = folder(path_or_hub_id) / 'generation_config.json'
-  return _json(file) if file.exists() else None
+  return hf_folder.read_json(file) if file.exists() else None
+
+
+def describe(
+  path_or_hub_id: str | os.PathLike, *, dtype: str = 'float32', vocab_parts: int = 1
+) -> ModelConfig:
+  """The model of a folder, as `load` has it, without its weights.
+
+  Args:
+    dtype: of the computation.
+    vocab_parts: into how many parts the mesh cuts the vocabulary.
+  """
+  where = folder(path_or_hub_id)
+  config = hf_config.read(
+    hf_folder.read_config(where),
+    known_tokens=_known_tokens(where),
+    dtype=dtype,
+  )
+  padding = -config.vocab_size % math.lcm(_VOCAB_STEP, vocab_parts)
+  return dataclasses.replace(
+    config, vocab_size=config.vocab_size + padding, vocab_padding=padding
+  )
 
 
 def load(
@@ -72,39 +73,74 @@ def load(
   *,
   mesh: jax.sharding.Mesh | None = None,
   dtype: str = 'float32',
+  vocab_parts: int | None = None,
 ) -> tuple[ModelConfig, dict]:
   """Reads a Llama, Mistral, Qwen2 or Qwen3 from an ordinary Hugging Face folder.
+
+  Rows of zeros are added to the vocabulary up to a multiple of 128; no token has
+  them, and `export` leaves them out.
 
   Args:
     path_or_hub_id: a folder with config.json and safetensors, or owner/name.
     mesh: where the parameters go; None: one device.
     dtype: of the computation. The parameters are float32, whatever is stored.
+    vocab_parts: as another mesh cuts the vocabulary; None: as this mesh does.
 
   Raises:
     ValueError: a setting that is not implemented, a file or tensor that is missing,
       left over, of another shape or of a dtype that is not a float.
   """
   where = folder(path_or_hub_id)
-  config = hf_config.read(
-    _json(where / 'config.json'), known_tokens=_known_tokens(where), dtype=dtype
-  )
-  shapes, axes = model.abstract(config)
   if mesh is None:
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shardings = jax.tree.map(lambda _: one, shapes)
-  else:
-    shardings = meshes.parameter_shardings(shapes, axes, mesh)
-
+    mesh = meshes.make_mesh(devices=jax.local_devices())
+  vocab_parts = vocab_parts or meshes.size(mesh, 'vocab')
+  config = describe(where, dtype=dtype, vocab_parts=vocab_parts)
+  shapes, axes = model.abstract(config)
+  shardings = meshes.parameter_shardings(shapes, axes, mesh)
   with contextlib.ExitStack() as stack:
-    stored = _open(where, stack)
-    _check(stored, config, shapes, where)
+    stored = hf_folder.open_tensors(where, stack)
+    _check(stored, config, where)
+    filled = _fill(config, shapes, shardings, stored)
+  leaves = [filled.pop(key) for key in hf_tensors.by_key(shapes)]
+  return config, jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
-    def place(path, shape, sharding):
-      read = hf_tensors.reader(hf_tensors.dotted(path), shape.shape, stored)
-      array = jax.make_array_from_callback(shape.shape, sharding, read)
-      return array.block_until_ready()  # so that one parameter at a time is on the host
 
-    return config, jax.tree_util.tree_map_with_path(place, shapes, shardings)
+def _fill(
+  config: ModelConfig, shapes: dict, shardings: dict, stored: dict[str, Stored]
+) -> dict[str, jax.Array]:
+  """Every parameter by its name, from one tensor of the file after the other."""
+  shapes, shardings = hf_tensors.by_key(shapes), hf_tensors.by_key(shardings)
+  filled: dict[str, jax.Array] = {}
+  for tensor in hf_tensors.tensors(config):
+    key, shape, at = tensor.key, shapes[tensor.key].shape, shardings[tensor.key]
+    if tensor.layer is None:
+      read = hf_tensors.reader(tensor, shape, stored[tensor.name].slices)
+      filled[key] = jax.make_array_from_callback(shape, at, read)
+    else:
+      zeros, put = _stacking(shape, at)
+      read = hf_tensors.reader(tensor, shape[1:], stored[tensor.name].slices)
+      at = jax.sharding.NamedSharding(at.mesh, jax.P(*at.spec[1:]))
+      part = jax.make_array_from_callback(shape[1:], at, read)
+      whole = filled.pop(key) if key in filled else zeros()
+      filled[key] = put(whole, part, tensor.layer)
+    # Waits, so that one tensor at a time is on the host.
+    filled[key].block_until_ready()
+  return filled
+
+
+@functools.lru_cache(maxsize=64)
+def _stacking(shape: tuple[int, ...], at: jax.sharding.NamedSharding):
+  """Functions that make a parameter of zeros, and that put a layer into its place.
+
+  Donated, all layers are there once, wherever they lie.
+  """
+  zeros = jax.jit(lambda: jnp.zeros(shape), out_shardings=at)
+  put = jax.jit(
+    lambda whole, part, layer: whole.at[layer].set(part),
+    donate_argnums=0,
+    out_shardings=at,
+  )
+  return zeros, put
 
 
 def export(
@@ -128,6 +164,7 @@ def export(
   Raises:
     ValueError: `out` is not empty, no architecture fits, parameters lie on devices of
       other processes, or a weight is not finite in `stored_dtype`.
+    OSError: the disk is full, or not to be written to.
   """
   out = pathlib.Path(out).expanduser()
   if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -138,7 +175,9 @@ def export(
   generation = _generation(tokenizer, generation_config)
   ids = ('bos_token_id', 'eos_token_id', 'pad_token_id')
   raw = hf_config.write(
-    config, stored_dtype=stored_dtype, special_ids={k: generation.get(k) for k in ids}
+    dataclasses.replace(config, vocab_size=config.vocab_used, vocab_padding=0),
+    stored_dtype=stored_dtype,
+    special_ids={k: generation.get(k) for k in ids},
   )
   out.parent.mkdir(parents=True, exist_ok=True)
   made = pathlib.Path(
@@ -149,8 +188,8 @@ def export(
     if tokenizer is not None:
       tokenizer.save_pretrained(made)
     if generation:
-      _write_json(made / 'generation_config.json', generation)
-    _write_json(made / 'config.json', raw)
+      hf_folder.write_json(made / 'generation_config.json', generation)
+    hf_folder.write_json(made / 'config.json', raw)
     umask = os.umask(0)
     os.umask(umask)
     # mkdtemp and safetensors make what only the owner may read.
@@ -187,94 +226,45 @@ def _known_tokens(where: pathlib.Path) -> int | None:
   return max(load_tokenizer(where).get_vocab().values()) + 1
 
 
-# The tensors of a folder.
-
-
-def _open(where: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-  """Every tensor stored, by name, as a slice to be read from."""
-  one, index = where / _ONE, where / _INDEX
-  if one.exists() and index.exists():
-    raise ValueError(f'{where}: has both {_ONE} and {_INDEX}, expected one of them')
-  weight_map = None
-  files = [_ONE]
-  if index.exists():
-    weight_map = _json(index).get('weight_map')
-    if not isinstance(weight_map, dict) or not weight_map:
-      raise ValueError(f'{index}: weight_map: {weight_map!r:.60}, expected an object')
-    files = sorted(set(weight_map.values()))
-    extra = {f.name for f in where.glob('model*.safetensors')} - set(files)
-    if extra:
-      raise ValueError(f'{where}: {_some(extra)} not in the index {_INDEX}')
-  stored = {}
-  for name in files:
-    if not (where / name).is_file():
-      says = f', which the index {_INDEX} names' if weight_map else f' or {_INDEX}'
-      raise ValueError(f'{where}: no {name}{says}')
-    try:
-      opened = stack.enter_context(safe_open(where / name, framework='numpy'))
-    except SafetensorError as error:
-      raise ValueError(
-        f'{where / name}: not a whole safetensors file: {error}'
-      ) from None
-    here = set(opened.keys())
-    if weight_map is not None:
-      listed = {tensor for tensor, file in weight_map.items() if file == name}
-      _same(here, listed, where / name, f'in the index {_INDEX}')
-    stored |= {tensor: opened.get_slice(tensor) for tensor in here}
-  return stored
-
-
-def _same(there: set[str], expected: set[str], where: pathlib.Path, whose: str) -> None:
-  if there != expected:
-    raise ValueError(
-      f'{where}: tensors missing: {_some(expected - there)}; '
-      f'tensors not {whose}: {_some(there - expected)}'
-    )
-
-
-def _some(names: set[str]) -> str:
-  shown = ', '.join(sorted(names)[:8])
-  return f'{shown} and {len(names) - 8} more' if len(names) > 8 else shown or 'none'
-
-
-def _check(stored: dict[str, Any], config: ModelConfig, shapes, where) -> None:
+def _check(stored: dict[str, Stored], config: ModelConfig, where) -> None:
   """Every tensor has a use, every parameter a tensor of its shape and a float."""
-  expected = {t.name: t.shape for t in hf_tensors.tensors(config, shapes)}
+  expected = {t.name: t.shape for t in hf_tensors.tensors(config)}
   # Old files hold a table that follows from the config.
   there = {name for name in stored if not name.endswith('rotary_emb.inv_freq')}
-  if config.tied and 'lm_head.weight' in there:
-    _check_tied(stored, where)
+  tied = config.tied and 'lm_head.weight' in there
+  if tied:
     there.remove('lm_head.weight')
-  _same(there, set(expected), where, 'used')
+  hf_folder.same(there, set(expected), where, 'used')
   for name, shape in expected.items():
-    found, kind = tuple(stored[name].get_shape()), stored[name].get_dtype()
+    slices, file = stored[name]
+    found, kind = tuple(slices.get_shape()), slices.get_dtype()
     if found != shape:
-      raise ValueError(f'{where}: {name} is {list(found)}, expected {list(shape)}')
+      raise ValueError(f'{file}: {name} is {list(found)}, expected {list(shape)}')
     if kind not in _STORED:
       known = ', '.join(_STORED)
-      raise ValueError(f'{where}: {name} is stored as {kind}, expected one of {known}')
+      raise ValueError(f'{file}: {name} is stored as {kind}, expected one of {known}')
+  if tied:
+    _check_tied(stored['lm_head.weight'], stored['model.embed_tokens.weight'].slices)
 
 
-def _check_tied(stored: dict[str, Any], where: pathlib.Path) -> None:
-  head, embed = stored['lm_head.weight'], stored.get('model.embed_tokens.weight')
-  same = embed is not None and head.get_shape() == embed.get_shape()
-  rows = head.get_shape()[0]
+def _check_tied(head: Stored, embed) -> None:
+  same = head.slices.get_shape() == embed.get_shape()
+  rows = embed.get_shape()[0]
   for start in range(0, rows if same else 0, 4096):
     part = slice(start, min(start + 4096, rows))
-    same = same and np.array_equal(head[part], embed[part])
+    same = same and np.array_equal(head.slices[part], embed[part])
   if not same:
     raise ValueError(
-      f'{where}: lm_head.weight differs from the embedding, though config.json has '
+      f'{head.file}: lm_head.weight differs from the embedding, though config.json has '
       'tie_word_embeddings true'
     )
 
 
 def _write_tensors(config, parameters, where, stored_dtype, max_shard_bytes) -> None:
-  shapes, _ = model.abstract(config)
-  values = _values(parameters, shapes)
-  width = jax.numpy.dtype(stored_dtype).itemsize
+  values = _values(parameters, config)
+  width = jnp.dtype(stored_dtype).itemsize
   shards, sizes = [[]], [0]
-  for tensor in hf_tensors.tensors(config, shapes):
+  for tensor in hf_tensors.tensors(config):
     size = width * math.prod(tensor.shape)
     if shards[-1] and sizes[-1] + size > max_shard_bytes:
       shards.append([])
@@ -284,51 +274,35 @@ def _write_tensors(config, parameters, where, stored_dtype, max_shard_bytes) -> 
   weight_map = {}
   for number, shard in enumerate(shards, 1):
     file = f'model-{number:05}-of-{len(shards):05}.safetensors'
-    file = file if len(shards) > 1 else _ONE
+    file = file if len(shards) > 1 else hf_folder.ONE
     stored = {}
     for tensor in shard:
       stored[tensor.name] = hf_tensors.theirs(tensor, values[tensor.key], stored_dtype)
       if not np.isfinite(stored[tensor.name]).all():
         raise ValueError(f'export: {tensor.name} is not finite in {stored_dtype}')
-    save_file(stored, where / file, metadata={'format': 'pt'})
+    try:
+      save_file(stored, where / file, metadata={'format': 'pt'})
+    except SafetensorError as error:  # its own name for a full disk
+      raise OSError(f'export: {file} cannot be written: {error}') from None
     weight_map |= dict.fromkeys(stored, file)
+    del stored  # before the next shard is made
   if len(shards) > 1:
     index = {'metadata': {'total_size': sum(sizes)}, 'weight_map': weight_map}
-    _write_json(where / _INDEX, index)
+    hf_folder.write_json(where / hf_folder.INDEX, index)
 
 
-def _values(parameters: dict, shapes: dict) -> dict[str, Any]:
-  flat = [
-    {
-      hf_tensors.dotted(path): leaf
-      for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-    for tree in (parameters, shapes)
-  ]
-  values, expected = ({k: v.shape for k, v in tree.items()} for tree in flat)
+def _values(parameters: dict, config: ModelConfig) -> dict[str, Any]:
+  ours = hf_tensors.by_key(parameters)
+  values = {key: value.shape for key, value in ours.items()}
+  shapes = hf_tensors.by_key(model.abstract(config)[0])
+  expected = {key: shape.shape for key, shape in shapes.items()}
   if values != expected:
     odd = sorted(k for k in values | expected if values.get(k) != expected.get(k))
     key = odd[0]
     raise ValueError(
       f'export: parameter {key}: {values.get(key)}, expected {expected.get(key)}'
     )
-  for key, leaf in flat[0].items():
+  for key, leaf in ours.items():
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
       raise ValueError(f'export: {key} lies on devices of other processes, too')
-  return flat[0]
-
-
-def _json(file: pathlib.Path) -> dict[str, Any]:
-  if not file.is_file():
-    raise ValueError(f'{file}: no such file')
-  try:
-    content = json.loads(file.read_text(encoding='utf-8'))
-  except ValueError as error:
-    raise ValueError(f'{file}: not JSON: {error}') from None
-  if not isinstance(content, dict):
-    raise ValueError(f'{file}: {content!r:.60}, expected an object')
-  return content
-
-
-def _write_json(file: pathlib.Path, content: dict[str, Any]) -> None:
-  file.write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+  return ours

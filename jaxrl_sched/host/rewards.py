@@ -22,49 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_sched.host import maths
 from jaxrl_sched.types import Prompt
 
 Verifier = Callable[[str, Prompt], float]
 
-# --- numbers, exactly ---------------------------------------------------------
-
-_UNSIGNED = (
-  r'(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?'
-  r'|\.[0-9]+(?:[eE][-+]?[0-9]+)?'
-)
-# Digits glued to a word (H2O, step2) are no number; a sign after an operand
-# (10-5) is an operator; a/b is one number, not two.
-_NUMBER = re.compile(
-  rf'(?<![A-Za-z0-9_])(?:(?<![)\]}}])[-+])?(?:{_UNSIGNED})(?:/[0-9]+(?![0-9]|\.[0-9]))?'
-)
-
-
-def _plain(text: str) -> str:
-  """One way of writing minus signs and thousands."""
-  return text.replace('\u2212', '-').replace('{,}', ',').replace(',\\!', ',')
-
-
-def _number(token: str) -> Fraction | None:
-  """The exact value of a token that `_NUMBER` matched; None if it has none."""
-  over, _, under = token.replace(',', '').partition('/')
-  exponent = re.search(r'[eE](.*)', over)
-  # A written-out 1e999999999 would take the machine's memory.
-  if len(token) > 1000 or (exponent and abs(int(exponent[1])) > 5000):
-    return None
-  value, divisor = Fraction(over), int(under or 1)
-  return value / divisor if divisor else None
-
-
-def _whole_number(answer: Any) -> Fraction | None:
-  """The value of an answer field that is a number or the text of one."""
-  if isinstance(answer, int) and not isinstance(answer, bool):
-    return Fraction(answer)
-  if isinstance(answer, float) and math.isfinite(answer):
-    return Fraction(repr(answer))  # 0.1 means one tenth, not the nearest double
-  if not isinstance(answer, str):
-    return None
-  text = _plain(answer).strip()
-  return _number(text) if _NUMBER.fullmatch(text) else None
+# --- numbers and maths ----------------------------------------------------------
 
 
 def final_number(text: str, prompt: Prompt) -> float:
@@ -73,11 +36,33 @@ def final_number(text: str, prompt: Prompt) -> float:
   Thousands may have commas; `3/4` is one number. For anything with structure
   (roots, powers, LaTeX fractions) use 'math'.
   """
-  gold = _whole_number(prompt.answer)
+  gold = maths.number(prompt.answer)
   if gold is None:
     raise _bad_answer('final_number', prompt.answer, 'a number or the text of one')
-  found = _NUMBER.findall(_plain(text))
-  return _full(prompt) * (bool(found) and _number(found[-1]) == gold)
+  return _full(prompt) * (maths.last_number(text) == gold)
+
+
+def math_answer(text: str, prompt: Prompt) -> float:
+  r"""The last boxed expression equals the answer, as mathematics.
+
+  A text without any box is read for its last maths between dollar signs, or taken
+  for the answer as a whole. Decided in turn: the
+  same string; two written-out numbers, exactly; then math-verify, whose verdict
+  'equal' on two numbers stands only if exact ones are exactly equal and others
+  agree to six digits of their own size (it compares tiny numbers absolutely).
+
+  Degree signs, currencies and units (a word after a number) are ignored; `x = 5`
+  equals `5`. Where one side has a percent sign, the other may be the number before
+  it or that over 100: 50\% equals 50 and 0.5. `(C)` and `\text{(C) Paris}` are the
+  choice `C`. Digits without a base equal the same digits in any.
+  """
+  check_answer('math', prompt.answer)
+  gold, guess = (maths.answer_in(s) for s in (_as_text(prompt.answer), text))
+  if not gold:
+    raise _bad_answer('math', prompt.answer, 'an expression, its box closed')
+  if not guess:
+    return 0.0
+  return _full(prompt) * maths.equal(gold, guess)
 
 
 # --- text -----------------------------------------------------------------------
@@ -107,93 +92,6 @@ def _tagged(text: str) -> str | None:
   return found[-1].strip() if found else None
 
 
-# --- maths, through math-verify -------------------------------------------------
-
-_SCIENTIFIC = re.compile(
-  r'(?<![A-Za-z\\0-9.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]+)(?!\w)'
-)
-
-
-def last_box(text: str) -> str | None:
-  r"""What stands in the last \boxed of a text, braces counted.
-
-  Returns:
-    The content; None where no box stands at all; '' where the last one is never
-    closed, so that an earlier box does not count instead.
-  """
-  starts = [m.end() for m in re.finditer(r'\\(?:boxed|fbox)(?![A-Za-z])\s*', text)]
-  if not starts:
-    return None
-  rest = text[starts[-1] :]
-  if not rest.startswith('{'):  # TeX: \boxed 5
-    return re.match(r'[^\s$]*', rest)[0]
-  depth = 0
-  for mark in re.finditer(r'\\.|[{}]', rest, re.DOTALL):  # \{ does not count
-    depth += (mark[0] == '{') - (mark[0] == '}')
-    if depth == 0:
-      return rest[1 : mark.start()]
-  return ''
-
-
-def math_answer(text: str, prompt: Prompt) -> float:
-  r"""The last boxed expression equals the answer, as mathematics.
-
-  A text without any box is taken for the answer as a whole. Decided in turn: the
-  same string; two written-out numbers, exactly; then math-verify, whose verdict
-  'equal' on two numbers stands only if exact ones are exactly equal and others
-  agree to six digits of their own size (it compares tiny numbers absolutely).
-  A degree sign and units are ignored; `x = 5` equals `5`.
-  """
-  check_answer('math', prompt.answer)
-  gold, guess = (_maths_text(s) for s in (_as_text(prompt.answer), text))
-  if not gold:
-    raise _bad_answer('math', prompt.answer, 'an expression, its box closed')
-  if not guess:
-    return 0.0
-  if gold == guess:
-    return _full(prompt)
-  numbers = _whole_number(gold), _whole_number(guess)
-  if None not in numbers:
-    return _full(prompt) * (numbers[0] == numbers[1])
-  return _full(prompt) * _same_maths(gold, guess)
-
-
-def _maths_text(text: str) -> str:
-  box = last_box(text)
-  inner = _plain(text if box is None else box).strip().strip('$').strip()
-  inner = re.sub(r'\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}$', r'\1', inner)
-  if re.fullmatch(r'\([A-Za-z]\)', inner):  # a choice: (B) is B
-    inner = inner[1]
-  return _SCIENTIFIC.sub(r'\1\\cdot 10^{\2}', inner).strip()
-
-
-def _same_maths(gold: str, guess: str) -> bool:
-  import math_verify
-  import sympy
-
-  # Only the LaTeX parser: the plain one hands strings to sympy, which evaluates
-  # them. No alarms, for they work on a main thread only: the pool has the clock.
-  read = functools.partial(
-    math_verify.parse,
-    extraction_config=[math_verify.LatexExtractionConfig(boxed_match_priority=0)],
-    fallback_mode='no_fallback',
-    parsing_timeout=None,
-  )
-  golds, guesses = (read(f'\\boxed{{{s}}}') for s in (gold, guess))
-  if not golds:
-    raise _bad_answer('math', gold, 'an expression that math-verify can read')
-  if not math_verify.verify(golds, guesses, timeout_seconds=None):
-    return False
-  a, b = golds[0], guesses[0]
-  if not (a.is_number and b.is_number):
-    return True
-  # A decimal is the fraction it spells: 0.333333 is not 1/3.
-  a, b = (sympy.nsimplify(x.doit(), rational=True) for x in (a, b))
-  if a.is_Rational and b.is_Rational:
-    return bool(a == b)
-  return bool(abs((a - b).evalf()) <= 1e-6 * max(abs(a.evalf()), abs(b.evalf())))
-
-
 # --- countdown --------------------------------------------------------------------
 
 _SIGNS = {
@@ -215,7 +113,7 @@ def countdown(text: str, prompt: Prompt) -> float:
   numbers, target = prompt.meta['numbers'], prompt.meta['target']
   lines = [line for line in text.splitlines() if line.strip()]
   line = _tagged(text) or (lines[-1] if lines else '')
-  box = last_box(line)
+  box = maths.last_box(line)
   line = line if box is None else box
   for old, new in _SIGNS.items():
     line = line.replace(old, new)
@@ -391,7 +289,7 @@ def check_answer(name: str, answer: Any) -> None:
     raise _bad_answer(name, answer, 'a number or a text that is not empty')
   if isinstance(answer, float) and not math.isfinite(answer):
     raise _bad_answer(name, answer, 'a finite number')
-  if name == 'final_number' and _whole_number(answer) is None:
+  if name == 'final_number' and maths.number(answer) is None:
     raise _bad_answer(name, answer, 'a number or the text of one')
 
 

@@ -14,6 +14,11 @@ import numpy as np
 ASIDE = 8  # one prompt in so many is held out
 
 
+def _number_of(text: str) -> int:
+  """One number a text, the same everywhere: which part it is of hangs on it."""
+  return zlib.crc32(text.encode())
+
+
 class _Running:
   """Numbers to be put together one after the other."""
 
@@ -57,7 +62,7 @@ class _Running:
     for attempt in itertools.count():
       rng = np.random.default_rng((self._seed, i, attempt))
       numbers = rng.integers(1, self._largest + 1, rng.integers(low, high + 1))
-      aside = zlib.crc32(f'{name} {numbers.tolist()}'.encode()) % ASIDE == 0
+      aside = _number_of(f'{name} {numbers.tolist()}') % ASIDE == 0
       if aside == self._held_out:
         break
     totals = running(numbers).tolist()
@@ -89,3 +94,29 @@ class LastDigits(_Running):
 
   def __getitem__(self, i: int) -> dict[str, Any]:
     return self._record(i, 'last', lambda numbers: np.cumsum(numbers) % 10)
+
+
+class Products:
+  """'What is a * b?' for all pairs of whole numbers, one part of them held out.
+
+  A pair is held out in both orders: who has learned 3 * 7 knows 7 * 3.
+  """
+
+  ASIDE = 4  # one unordered pair in so many is held out
+
+  def __init__(self, *, smallest: int = 2, largest: int = 12, held_out: bool = False):
+    if not 0 <= smallest <= largest:
+      raise ValueError(f'smallest={smallest}, largest={largest}; expected 0 <= both')
+    numbers = range(smallest, largest + 1)
+    self._pairs = [
+      (a, b)
+      for a, b in itertools.product(numbers, numbers)
+      if held_out == (_number_of(f'{min(a, b)} * {max(a, b)}') % self.ASIDE == 0)
+    ]
+
+  def __len__(self) -> int:
+    return len(self._pairs)
+
+  def __getitem__(self, i: int) -> dict[str, Any]:
+    a, b = self._pairs[i]
+    return {'id': f'{a}x{b}', 'prompt': f'What is {a} * {b}?', 'answer': a * b}

@@ -193,6 +193,26 @@ def test_counts_add_up_and_a_resume_changes_nothing(outcomes, rounds, rule, cut)
   )
 
 
+def test_after_a_resume_no_more_is_drawn_and_nothing_older_is_trained_on():
+  """D3, as far as there is no lag: 60 steps from version 50 on, resumed at each."""
+
+  def outcome(request):
+    return (USEFUL, HARD, EASY)[np.random.default_rng(request.draw).integers(3)]
+
+  whole, resumed = scheduler(sizes={'a': 50}), scheduler(sizes={'a': 50})
+  carried = 0
+  for step in range(50, 110):
+    state = json.loads(json.dumps(resumed.state_dict()))
+    resumed = scheduler(sizes={'a': 50})
+    resumed.load_state_dict(state)
+    _, batch, metrics, _ = play(resumed, outcome, step)
+    assert metrics == play(whole, outcome, step)[2]
+    versions = {c.version for group in batch for c in group.completions}
+    assert versions <= {step - 1, step}
+    carried += step - 1 in versions
+  assert carried > 0
+
+
 def test_a_frozen_state_is_that_of_its_moment():
   s = scheduler(sizes={'a': 50}, groups_per_step=2, max_rounds=1)
   play(s, lambda r: USEFUL)

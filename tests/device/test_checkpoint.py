@@ -413,6 +413,20 @@ def test_other_arrays_are_refused_by_path(tmp_path):
     Checkpoints(tmp_path).restore(specs)
 
 
+def test_a_part_is_read_when_it_is_asked_for(tmp_path):
+  """An export has no use for the optimizer's state."""
+  save(Checkpoints(tmp_path), 1)
+  part = {'params': {'norm': like(state_of(1))['params']['norm']}}
+  _, got, control, _ = Checkpoints(tmp_path).restore(part, step=1, partly=True)
+  assert_same(got, {'params': {'norm': state_of(1)['params']['norm']}})
+  assert control == {'step': 1}
+  with pytest.raises(ValueError, match='params.layers.0: saved float32.8, 16., expect'):
+    Checkpoints(tmp_path).restore(part)
+  part['new'] = part['params']['norm']
+  with pytest.raises(ValueError, match='new: saved nothing, expected bfloat16'):
+    Checkpoints(tmp_path).restore(part, partly=True)
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path):
   checkpoints = Checkpoints(tmp_path)
   with pytest.raises(ValueError, match='State a.b: ndarray, expected jax.Array'):

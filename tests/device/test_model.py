@@ -86,8 +86,8 @@ def plain(parameters: dict, c: ModelConfig, tokens) -> np.ndarray:
       gate = y @ b['mlp']['gate']
       up = y @ b['mlp']['up']
       xs.append(x + (gate / (1 + np.exp(-gate)) * up) @ b['mlp']['down'])
-  head = p['embed'].T if c.tied else p['head']
-  return np.array([norm(x, p['norm']['scale']) @ head for x in xs])
+  head = p['embed'] if c.tied else p['head']
+  return np.array([norm(x, p['norm']['scale']) @ head.T for x in xs])
 
 
 def close(a, b, atol=1e-4):
@@ -231,7 +231,7 @@ def table_model(table: np.ndarray) -> tuple[ModelConfig, dict]:
   )
   parameters['embed'] = jnp.eye(v)
   parameters['norm']['scale'] = jnp.ones(v)
-  parameters['head'] = jnp.asarray(np.log(table) / v**0.5, jnp.float32)
+  parameters['head'] = jnp.asarray(np.log(table).T / v**0.5, jnp.float32)
   return config, parameters
 
 
@@ -264,11 +264,10 @@ def test_steps_on_a_cache_are_whole_rows(kind):
   tokens = np.stack(rows(10, 10, 10))
   whole = model.logits(parameters, config, tokens)
   cache_length, ahead = 12, np.array([4, 0, 12])  # slot 2 is idle: it writes nowhere
-  decoder = model.decoder(config, parameters)
-  layers = decoder.layers()
+  decoder, layers = model.unrolled(config, model.by_layer(config, parameters))
   ones = jnp.ones((3, 10), jnp.int32)
-  place = jnp.broadcast_to(jnp.arange(10)[None], (3, 10))
-  _, (k, v) = decoder.rows(jnp.asarray(tokens, jnp.int32), ones, place, keep_kv=True)
+  kv = decoder.prefill(layers, jnp.asarray(tokens, jnp.int32), ones)
+  k, v = (np.stack(part) for part in zip(*kv, strict=True))
   # What lies past a slot's position is left over from others, and must not matter.
   fill = 9.0 * np.random.default_rng(1).standard_normal((2, 2, 3, cache_length, 2, 8))
   fill = fill.astype(np.float32)
@@ -291,7 +290,7 @@ def test_steps_on_a_cache_are_whole_rows(kind):
     hidden, cache = step(
       jnp.asarray(current, jnp.int32), jnp.asarray(positions, jnp.int32), cache, used
     )
-    out = model.head_logits(hidden, decoder.head_kernel(), config)
+    out = model.head_logits(hidden, decoder.head_weight(), config)
     for slot in (0, 1):
       close(out[slot], whole[slot, positions[slot]])
   for before, after in zip(idle, (x for pair in cache for x in pair), strict=True):
@@ -348,8 +347,8 @@ def test_spare_rows_get_no_gradient_and_spoil_none():
 
   grad = jax.grad(loss)(parameters)
   assert all(np.isfinite(g).all() for g in jax.tree.leaves(grad))
-  assert (np.asarray(grad['head'])[:, 29:] == 0).all()
-  assert (np.abs(np.asarray(grad['head'])[:, :29]).sum(0) > 0).all()
+  assert (np.asarray(grad['head'])[29:] == 0).all()
+  assert (np.abs(np.asarray(grad['head'])[:29]).sum(1) > 0).all()
 
 
 def test_tied_stays_tied():
@@ -364,11 +363,11 @@ def test_tied_stays_tied():
     return -logp[0, jnp.arange(7), tokens[0, 1:]].mean()
 
   grad = jax.grad(loss)(parameters, tied)
-  apart = jax.grad(loss)(parameters | {'head': parameters['embed'].T}, untied)
-  close(grad['embed'], apart['embed'] + apart['head'].T, atol=1e-5)
+  apart = jax.grad(loss)(parameters | {'head': parameters['embed']}, untied)
+  close(grad['embed'], apart['embed'] + apart['head'], atol=1e-5)
   after = jax.tree.map(lambda w, g: w - 0.1 * g, parameters, grad)
   assert 'head' not in after
-  as_untied = after | {'head': after['embed'].T}
+  as_untied = after | {'head': after['embed']}
   close(
     model.logits(after, tied, tokens),
     model.logits(as_untied, untied, tokens),

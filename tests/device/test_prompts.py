@@ -10,8 +10,10 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxrl_sched.device import prompts
 from jaxrl_sched.device.prompts import PromptSet
@@ -155,6 +157,304 @@ def test_a_template_that_cannot_be_used_is_refused(opened, tokenizer, tmp_path):
   strict.chat_template = "{{ raise_exception('roles must alternate') }}"
   message = refusal(lambda: opened(line, tokenizer=strict))
   assert message.endswith('d.jsonl, line 1: roles must alternate')
+
+
+def test_whatever_a_template_raises_is_one_line_with_the_record(opened, tmp_path):
+  odd = build_byte_tokenizer(tmp_path / 'odd')
+  for program, said in (
+    ("{{ raise_exception('no system\\nrole') }}", 'no system role'),
+    ('{{ messages[0].content + 3 }}', 'concatenate'),
+    ('{{ messages.nothing.there }}', "no attribute 'nothing'"),
+    ('{% if %}', 'expected'),
+  ):
+    odd.chat_template = program
+    message = refusal(lambda: opened([good(0)], tokenizer=odd, system='x'))
+    assert 'd.jsonl, line 1: ' in message and said in message.lower(), message
+
+
+def test_an_empty_system_message_keeps_a_template_from_writing_its_own(
+  opened, tmp_path
+):
+  """As Qwen2.5's and SmolLM2's do where there is none."""
+  qwen = build_byte_tokenizer(tmp_path / 'qwen')
+  qwen.chat_template = FAMILIES['qwen2.5']
+  line = [dict(prompt='hi', answer=1)]
+  rest = '<|user|>hi<|end|><|assistant|>'
+  for system, start in (
+    (None, '<|system|>You help.<|end|>'),
+    ('', '<|system|><|end|>'),
+    ('Be brief.', '<|system|>Be brief.<|end|>'),
+  ):
+    data = opened(line, tokenizer=qwen, system=system)
+    assert data.get('d', 0).text == start + rest
+
+
+def test_options_reach_the_chat_template_and_unknown_ones_do_no_harm(opened, tmp_path):
+  qwen = build_byte_tokenizer(tmp_path / 'qwen')
+  qwen.chat_template = FAMILIES['qwen3']
+  line = [dict(prompt='hi', answer=1)]
+  asked = '<|user|>hi<|end|><|assistant|>'
+  for options, end in (
+    (None, ''),
+    (dict(enable_thinking=True), ''),
+    (dict(enable_thinking=False), '<think>\n\n</think>\n\n'),
+    (dict(no_such_thing=[1]), ''),
+  ):
+    data = opened(line, tokenizer=qwen, template_options=options)
+    assert data.get('d', 0).text == asked + end
+  for key in ('tokenize', 'add_generation_prompt', 'chat_template', 'messages'):
+    message = refusal(lambda key=key: opened(line, template_options={key: True}))
+    assert f'template_options: {key!r}' in message
+  plain = dict(template='{prompt}', template_options=dict(enable_thinking=False))
+  assert 'template_options: a plain' in refusal(lambda: opened(line, **plain))
+
+
+def test_a_template_never_learns_what_day_it_is(opened, tmp_path):
+  """Else a run would have other prompts when it is resumed on another day."""
+  llama = build_byte_tokenizer(tmp_path / 'llama')
+  llama.chat_template = FAMILIES['llama3.2']
+  line = [dict(prompt='hi', answer=1)]
+  rest = '<|end|><|user|>hi<|end|><|assistant|>'
+  message = refusal(lambda: opened(line, tokenizer=llama))
+  assert 'd.jsonl, line 1: ' in message and 'prompts.date' in message
+  for told in (
+    dict(date='2024-07-26'),
+    dict(template_options=dict(date_string='26 Jul 2024')),
+  ):
+    data = opened(line, tokenizer=llama, **told)
+    assert data.get('d', 0).text == f'<|bos|><|system|>Today: 26 Jul 2024{rest}'
+  assert '2024-07-26' in refusal(lambda: opened(line, tokenizer=llama, date='soon'))
+  llama.chat_template = "\n {{ strftime_now('%A %-d %B %Y, %d/%m/%y %H:%M') }}"
+  data = opened(line, tokenizer=llama, date='2024-02-05')
+  assert data.get('d', 0).text == '\n Monday 5 February 2024, 05/02/24 00:00'
+
+
+# Few-shot examples.
+
+SHOWN = [dict(prompt='1+1=', solution='It is 2.'), dict(prompt='2+2=', answer=4)]
+
+
+def test_examples_are_turns_of_a_chat(opened):
+  lines = [
+    dict(prompt='hi', answer=1),
+    dict(
+      messages=[
+        dict(role='system', content='own'),
+        dict(role='user', content='hi'),
+      ],
+      answer=1,
+    ),
+  ]
+  data = opened(lines, examples=SHOWN, system='given')
+  for i, system in enumerate(('given', 'own')):
+    assert data.get('d', i).text == (
+      f'<|bos|><|system|>{system}<|end|>'
+      '<|user|>1+1=<|end|><|assistant|>It is 2.<|end|>'
+      '<|user|>2+2=<|end|><|assistant|>4<|end|>'
+      '<|user|>hi<|end|><|assistant|>'
+    )
+
+
+def test_examples_go_before_a_plain_template_with_blank_lines_between(opened):
+  data = opened([good(4)], examples=SHOWN, template='Q: {prompt}\nA: ')
+  assert data.get('d', 0).text == (
+    'Q: 1+1=\nA: It is 2.\n\nQ: 2+2=\nA: 4\n\nQ: 4+1=\nA: '
+  )
+
+
+def test_examples_may_lie_in_a_file_and_count_for_the_limit(opened, tmp_path):
+  lines = '\n'.join(map(json.dumps, SHOWN))
+  (tmp_path / 'shots.jsonl').write_text(lines)
+  plain = dict(template='{prompt}', examples='shots.jsonl')
+  text = '1+1=It is 2.\n\n2+2=4\n\n4+1='
+  data = opened([good(4)], max_tokens=len(text), **plain)
+  assert data.get('d', 0).tokens.tolist() == ids(text)
+  message = refusal(lambda: opened([good(4)], max_tokens=len(text) - 1, **plain))
+  assert f'the shortest has {len(text)} tokens' in message
+
+
+def test_a_dataset_may_have_its_own_examples_and_system_message(opened):
+  own = dict(system='own', examples=[dict(prompt='a', solution='b')])
+  data = opened([good(4)], options=own, examples=SHOWN, system='given')
+  assert data.get('d', 0).text == (
+    '<|bos|><|system|>own<|end|><|user|>a<|end|><|assistant|>b<|end|>'
+    '<|user|>4+1=<|end|><|assistant|>'
+  )
+  data = opened([good(4)], options=dict(examples=()), examples=SHOWN)
+  assert data.get('d', 0).text == '<|bos|><|user|>4+1=<|end|><|assistant|>'
+
+
+def test_an_example_that_is_also_a_prompt_is_refused(opened):
+  """Its prompt would hold its answer."""
+  lines = [good(0), dict(prompt=' 2+2=\n', answer=4)]
+  message = refusal(lambda: opened(lines, examples=SHOWN))
+  assert 'd.jsonl, line 2: is also one of the examples' in message
+  chat = dict(messages=[dict(role='user', content='1+1=')], answer=2)
+  assert 'line 1' in refusal(lambda: opened([chat], examples=SHOWN))
+
+
+@pytest.mark.parametrize(
+  'example, expected',
+  [
+    (3, 'expected a record, found 3'),
+    (dict(answer=1), "no field 'prompt' or 'messages'"),
+    (dict(prompt='x'), "expected a 'solution' or an 'answer'"),
+    (dict(prompt='x', answer=True), 'found True'),
+    (
+      dict(messages=[dict(role='system', content='a')] * 2, answer=1),
+      'no system message of its own',
+    ),
+  ],
+)
+def test_a_bad_example_is_named(opened, example, expected):
+  message = refusal(lambda: opened([good(0)], examples=[SHOWN[0], example]))
+  assert 'examples, record 1: ' in message and expected in message
+  assert 'no such file' in refusal(lambda: opened([good(0)], examples='none.jsonl'))
+
+
+# Tokenizers of the models that are trained.
+
+# Each of the kind its family has, in the byte tokenizer's words.
+SAY = (
+  "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+  "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+FAMILIES = {
+  'qwen2.5': "{% if messages[0].role != 'system' %}{{ '<|system|>You help.<|end|>' }}"
+  '{% endif %}' + SAY,
+  'qwen3': SAY + '{% if enable_thinking is defined and not enable_thinking %}'
+  "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
+  'llama3.1': '{{ bos_token }}' + SAY,
+  'llama3.2': '{% if not date_string is defined %}'
+  "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+  "{{ bos_token + '<|system|>Today: ' + date_string + '<|end|>' }}" + SAY,
+  'mistral': '{{ bos_token }}{% for m in messages %}'
+  "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+  "{{ raise_exception('roles must alternate') }}{% endif %}"
+  "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+  "{% else %}{{ ' ' + m.content + '<|end|>' }}{% endif %}{% endfor %}",
+}
+CORPUS = ['The answer is 12, and so it is. The other one was 7.'] * 9
+
+
+def wrapped(tokenizer: tokenizers.Tokenizer, *, adds_bos: bool):
+  if adds_bos:
+    tokenizer.post_processor = TemplateProcessing(
+      single='<|bos|> $A', special_tokens=[('<|bos|>', BOS)]
+    )
+  return PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer, bos_token='<|bos|>', eos_token='<|end|>'
+  )
+
+
+def byte_level(*, adds_bos: bool = False):
+  """As those of Llama 3, Qwen and SmolLM2."""
+  tokenizer = tokenizers.Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.decoder = decoders.ByteLevel()
+  alphabet = pre_tokenizers.ByteLevel.alphabet()
+  tokenizer.train_from_iterator(
+    CORPUS,
+    trainers.BpeTrainer(
+      vocab_size=300, special_tokens=list(SPECIAL), initial_alphabet=sorted(alphabet)
+    ),
+  )
+  return wrapped(tokenizer, adds_bos=adds_bos)
+
+
+def sentence_piece(scheme: str, *, adds_bos: bool = True):
+  """As those of Llama 2 and Mistral: '▁' for a space, bytes for what is unknown."""
+  bytes_ = [f'<0x{b:02X}>' for b in range(256)]
+  words = ['▁', 'T', 'h', 'e', 'a', '1', '2', ',', '.', '[', ']', 'he', '▁T', '▁The']
+  merges = [('h', 'e'), ('▁', 'T'), ('▁T', 'he')]
+  vocabulary = {token: i for i, token in enumerate((*SPECIAL, *bytes_, *words))}
+  tokenizer = tokenizers.Tokenizer(
+    models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token='<|pad|>')
+  )
+  if scheme == 'legacy':
+    tokenizer.normalizer = normalizers.Sequence(
+      [normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')]
+    )
+  else:
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+      prepend_scheme=scheme, split=False
+    )
+  tokenizer.decoder = decoders.Sequence(
+    [
+      decoders.Replace('▁', ' '),
+      decoders.ByteFallback(),
+      decoders.Fuse(),
+      decoders.Strip(' ', 1, 0),
+    ]
+  )
+  tokenizer.add_special_tokens(list(SPECIAL))
+  return wrapped(tokenizer, adds_bos=adds_bos)
+
+
+KINDS = {
+  'byte level': byte_level,
+  'legacy': lambda: sentence_piece('legacy'),
+  'first': lambda: sentence_piece('first'),
+  'always': lambda: sentence_piece('always'),
+}
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('kind', KINDS)
+def test_chats_have_the_ids_that_transformers_gives_them(opened, family, kind):
+  """B5: whether BOS comes from the template, or from nobody."""
+  tokenizer = KINDS[kind]()
+  # Qwen's have no BOS to add.
+  tokenizer = tokenizer if 'qwen' not in family else byte_level()
+  tokenizer.chat_template = FAMILIES[family]
+  turns = [('user', 'The 1, é漢'), ('assistant', ' The 2.'), ('user', '  [The]\n')]
+  messages = [dict(role=role, content=content) for role, content in turns]
+  data = opened(
+    [dict(messages=messages, answer=1)],
+    tokenizer=tokenizer,
+    max_tokens=999,
+    template_options=dict(date_string='26 Jul 2024'),
+  )
+  expected = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, date_string='26 Jul 2024'
+  ).input_ids
+  assert data.get('d', 0).tokens.tolist() == expected
+  assert expected.count(BOS) == ('qwen' not in family)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_answer_is_the_text_that_it_adds_to_its_prompt(kind, data):
+  """Alone, a tokenizer of sentencepiece's kind would drop the space it begins with."""
+  tokenizer = KIND_OF[kind]
+  prompt = tokenizer('The 1,', add_special_tokens=False).input_ids
+  known = st.integers(2, len(tokenizer) - 1)
+  answer = data.draw(st.lists(known, max_size=12))
+  decode = tokenizer.decode
+  text = prompts.answer_text(tokenizer, np.array(answer, np.int32), ())
+  assert decode([*prompt, *answer]) == decode(prompt) + text
+
+
+KIND_OF = {kind: build() for kind, build in KINDS.items()}
+
+
+@pytest.mark.parametrize('kind', ['legacy', 'first', 'always'])
+def test_a_space_that_the_policy_wrote_first_is_kept(kind):
+  tokenizer = KIND_OF[kind]
+  token = tokenizer.convert_tokens_to_ids
+  spaced, joined = np.array([token('▁The')]), np.array([token('T'), token('he')])
+  assert tokenizer.decode(spaced) == tokenizer.decode(joined) == 'The'
+  assert prompts.answer_text(tokenizer, spaced, ()) == ' The'
+  assert prompts.answer_text(tokenizer, joined, ()) == 'The'
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_an_answer_cut_inside_a_character_has_a_replacement_for_it(kind):
+  tokenizer = KIND_OF[kind]
+  tokens = np.array(tokenizer('a漢', add_special_tokens=False).input_ids)
+  text = prompts.answer_text(tokenizer, tokens[:-1], ())
+  assert text.lstrip(' ').rstrip('\ufffd') == 'a' and text.endswith('\ufffd')
 
 
 # Files.

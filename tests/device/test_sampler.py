@@ -15,7 +15,7 @@ import toys
 from jaxrl_sched.device import drawing, model
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import sampler as sampling
-from jaxrl_sched.device.learner import token_logps
+from jaxrl_sched.device.logps import token_logps
 from jaxrl_sched.device.sampler import Sampler
 
 SEED = 3
@@ -522,15 +522,15 @@ def test_ids_that_no_tokenizer_knows_are_never_drawn(plain):
   config = dataclasses.replace(
     toys.CONFIG, vocab_size=151_936, known_tokens=151_665, d_model=2
   )
-  hidden, kernel = jnp.zeros((1, 2, 2)), jnp.zeros((2, config.vocab_size))
-  logits = model.head_logits(hidden[0], kernel, config)
+  hidden, head = jnp.zeros((1, 2, 2)), jnp.zeros((config.vocab_size, 2))
+  logits = model.head_logits(hidden[0], head, config)
   last = drawing.pick(logits / 5.0, np.full((2, 2), LAST))
   assert last.tolist() == [151_664] * 2
 
   state = sampling._fresh_state(2, 8) | dict(temperature=np.full(2, 5, np.float32))
   tokens, logps = jax.jit(drawing.draw_tokens)(logits, state)
   np.testing.assert_allclose(logps, -np.log(151_665), atol=1e-5)
-  learnt, _ = token_logps(hidden, kernel, config, tokens[None], temperature=5.0)
+  learnt, _ = token_logps(hidden, head, config, tokens[None], temperature=5.0)
   np.testing.assert_allclose(learnt[0], logps, atol=1e-5)
 
   hot = plain.generate([toys.request(0, [1], 64, max_new_tokens=16, temperature=5.0)])

@@ -1,9 +1,13 @@
 """Folders that transformers wrote, read by us; ours, read by transformers."""
 
+import dataclasses
 import itertools
 import json
+import os
 import pathlib
-import shutil
+import socket
+import subprocess
+import sys
 import tracemalloc
 
 import jax
@@ -12,13 +16,17 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 import torch
+from torch_models import build
 import transformers
 
 from jaxrl_sched.device import hf_config, hf_tensors, model, weights
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device.model import ModelConfig
+from jaxrl_sched.device.sampler import Sampler
 from jaxrl_sched.device.tokenizers import build_byte_tokenizer
+from jaxrl_sched.types import Prompt, Request, Sampling
 
+ROOT = pathlib.Path(__file__).parents[2]
 SMALL = dict(
   vocab_size=272,
   hidden_size=32,
@@ -29,7 +37,6 @@ SMALL = dict(
   max_position_embeddings=64,
   rms_norm_eps=1e-5,
 )
-# The theta is not transformers' default: one that is not read would be seen.
 ROPE = dict(rope_type='default', rope_theta=500.0)
 KINDS = {
   'llama': ('Llama', dict(tie_word_embeddings=False)),
@@ -43,27 +50,15 @@ TOKENS = np.random.default_rng(0).integers(0, 272, (2, 12))
 
 
 def reference(kind: str, **changes) -> torch.nn.Module:
-  """A model of transformers' with something in every norm and bias."""
   name, more = KINDS[kind]
-  settings = SMALL | dict(rope_parameters=dict(ROPE)) | more | changes
-  config = getattr(transformers, f'{name}Config')(**settings)
-  torch.manual_seed(0)
-  made = getattr(transformers, f'{name}ForCausalLM')(config).eval()
-  with torch.no_grad():
-    for name, tensor in made.named_parameters():
-      noise = torch.randn(tensor.shape)
-      if name.endswith('norm.weight'):
-        tensor.copy_(1 + 0.3 * noise)
-      elif name.endswith('bias'):
-        tensor.copy_(0.5 + 0.3 * noise)
-      else:
-        tensor.copy_(noise * (0.5 if 'embed' in name or 'head' in name else 0.2))
-  return made
+  return build(name, **SMALL | dict(rope_parameters=dict(ROPE)) | more | changes)
 
 
-def folder(where: pathlib.Path, kind: str = 'llama', **changes) -> pathlib.Path:
+def folder(
+  where: pathlib.Path, kind: str = 'llama', *, stored: str = 'float32', **changes
+) -> pathlib.Path:
   where = where / 'model'
-  reference(kind, **changes).save_pretrained(where)
+  reference(kind, **changes).to(getattr(torch, stored)).save_pretrained(where)
   return where
 
 
@@ -95,19 +90,6 @@ def assert_identical(a: dict, b: dict) -> None:
 # Reading.
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_logits_are_those_of_transformers(kind, tmp_path):
-  """I1 tied and untied, I2 head width of its own, I6 biases of about 0.5."""
-  made = reference(kind)
-  made.save_pretrained(tmp_path)
-  config, parameters = weights.load(tmp_path)
-  assert ('head' in parameters) == (not config.tied)
-  expected = their_logits(made)
-  assert expected.std() > 0.5
-  ours = model.logits(parameters, config, TOKENS)
-  np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize('kind', ['llama tied', 'qwen2', 'qwen3'])
 def test_each_device_gets_its_part(kind, tmp_path):
   where = folder(tmp_path, kind)
@@ -128,13 +110,121 @@ def test_any_part_is_that_part_of_the_whole(key, tmp_path):
   """Whichever axes a mesh cuts, the head's width too."""
   where = folder(tmp_path, 'qwen2')
   stored = load_file(where / 'model.safetensors')
-  whole = weights.load(where)[1]['blocks']
-  for name in key.split('.'):
-    whole = whole[name]
-  read = hf_tensors.reader(f'blocks.{key}', whole.shape, stored)
+  config, parameters = weights.load(where)
+  tensor = next(
+    t for t in hf_tensors.tensors(config) if (t.key, t.layer) == (f'blocks.{key}', 1)
+  )
+  whole = hf_tensors.by_key(parameters)[tensor.key][1]
+  read = hf_tensors.reader(tensor, whole.shape, stored[tensor.name])
   halves = [(slice(0, n // 2), slice(n // 2, None)) for n in whole.shape]
   for index in itertools.product(*halves):
     np.testing.assert_array_equal(read(index), np.asarray(whole)[index])
+
+
+class Counting:
+  """A stored tensor that counts the numbers read from it."""
+
+  def __init__(self, tensor):
+    self.tensor, self.read = tensor, 0
+
+  def __getitem__(self, index):
+    part = self.tensor[index]
+    self.read += part.size
+    return part
+
+
+@pytest.mark.parametrize(
+  'sizes, processes, share',
+  [
+    (dict(data=2, fsdp=2, model=2), 1, 1),  # both copies from one reading
+    (dict(data=2, fsdp=2, model=2), 2, 1),  # a copy each
+    (dict(fsdp=2, model=2), 2, 1 / 2),
+    (dict(fsdp=4, model=2), 4, 1 / 4),
+    (dict(fsdp=2, model=4), 2, 1 / 2),
+  ],
+)
+def test_a_process_reads_what_its_devices_hold(sizes, processes, share, tmp_path):
+  """Fsdp cuts every matrix and norm, and the devices of a process lie along it."""
+  where = folder(tmp_path, 'llama', num_attention_heads=8, num_key_value_heads=4)
+  stored = load_file(where / 'model.safetensors')
+  mesh, config = meshes.make_mesh(**sizes), weights.describe(where)
+  shapes, axes = model.abstract(config)
+  at = hf_tensors.by_key(meshes.parameter_shardings(shapes, axes, mesh))
+  shapes = hf_tensors.by_key(shapes)
+  for devices in np.split(mesh.devices.ravel(), processes):
+    for tensor in hf_tensors.tensors(config):
+      inner = int(tensor.layer is not None)  # the axes after L
+      shape, counting = shapes[tensor.key].shape, Counting(stored[tensor.name])
+      read = hf_tensors.reader(tensor, shape[inner:], counting)
+      indices = at[tensor.key].devices_indices_map(shape)
+      for device in devices:
+        read(indices[device][inner:])
+      assert counting.read == share * stored[tensor.name].size, tensor
+
+
+TWO_PROCESSES = """
+import json, sys
+sys.path.insert(0, sys.argv[4])
+import jax
+import numpy as np
+jax.config.update('jax_num_cpu_devices', 2)
+jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+jax.distributed.initialize(f'localhost:{sys.argv[2]}', 2, int(sys.argv[1]))
+from jaxrl_sched.device import hf_folder, mesh, weights
+
+read = []
+
+class Counting:
+  def __init__(self, slices):
+    self.get_shape, self.get_dtype = slices.get_shape, slices.get_dtype
+    self.slices = slices
+
+  def __getitem__(self, index):
+    part = self.slices[index]
+    read.append(part.size)
+    return part
+
+opened = hf_folder.open_tensors
+hf_folder.open_tensors = lambda *args: {
+  name: hf_folder.Stored(Counting(slices), file)
+  for name, (slices, file) in opened(*args).items()
+}
+_, parameters = weights.load(sys.argv[3], mesh=mesh.make_mesh(fsdp=4))
+numbers = sum(read)
+read.clear()
+_, whole = weights.load(sys.argv[3])
+right = [
+  np.array_equal(shard.data, np.asarray(all_of_it)[shard.index])
+  for part, all_of_it in zip(*map(jax.tree.leaves, (parameters, whole)))
+  for shard in part.addressable_shards
+]
+print(json.dumps([numbers / sum(read), len(right), all(right)]), flush=True)
+"""
+
+
+def test_two_processes_read_half_each(tmp_path):
+  where = folder(tmp_path, 'llama')
+  with socket.socket() as s:
+    s.bind(('localhost', 0))
+    port = s.getsockname()[1]
+  processes = [
+    subprocess.Popen(
+      [sys.executable, '-c', TWO_PROCESSES, str(i), str(port), str(where), str(ROOT)],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    )
+    for i in range(2)
+  ]
+  try:
+    outputs = [process.communicate(timeout=90) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  for out, errors in outputs:
+    assert out, errors[-3000:]
+    assert json.loads(out.splitlines()[-1]) == [0.5, 2 * 12, True]
 
 
 def test_shards_are_read_as_one_file_is(tmp_path):
@@ -156,6 +246,23 @@ def test_halves_become_floats_exactly(dtype, tmp_path):
   assert_identical(halves, floats)
 
 
+def test_a_file_may_mix_dtypes(tmp_path):
+  where = folder(tmp_path, 'qwen2', stored='bfloat16')
+  expected = weights.load(where)[1]
+  file = where / 'model.safetensors'
+  stored = load_file(file)
+  kinds = itertools.cycle(['float32', 'bfloat16', 'float16'])
+  mixed = {
+    name: x.astype(kind) for (name, x), kind in zip(stored.items(), kinds, strict=False)
+  }
+  exact = {name: np.array_equal(x, mixed[name]) for name, x in stored.items()}
+  # What float16 does not hold stays as it was.
+  save_file({n: x if exact[n] else stored[n] for n, x in mixed.items()}, file)
+  kept = load_file(file).values()
+  assert len({x.dtype.name for x in kept}) == 3
+  assert_identical(weights.load(where)[1], expected)
+
+
 def test_dtype_is_that_of_the_computation_only(tmp_path):
   where = folder(tmp_path)
   config, parameters = weights.load(where, dtype='bfloat16')
@@ -172,7 +279,7 @@ def test_no_second_copy_is_held(tmp_path):
     hidden_size=256,
     intermediate_size=704,
     num_hidden_layers=12,
-    dtype='bfloat16',
+    stored='bfloat16',
   )
   jax.block_until_ready(weights.load(where))  # what is imported and kept is kept now
   tracemalloc.start()
@@ -184,34 +291,16 @@ def test_no_second_copy_is_held(tmp_path):
   assert peak < sum(sizes) + 2 * sizes[-1]
 
 
-@pytest.mark.parametrize(
-  'spelling',
-  [
-    dict(rope_theta=500.0, rope_parameters=..., rope_scaling=None),  # transformers 4
-    dict(rope_theta=500, rope_parameters=..., rope_scaling={'type': 'default'}),
-    dict(rope_parameters=dict(ROPE)),  # transformers 5
-    dict(rope_parameters=dict(ROPE), rope_theta=7.0),  # the newer one counts
-    dict(rope_parameters={'rope_type': 'default'}, rope_theta=500.0),
-  ],
-)
-def test_both_spellings_of_rope_are_read(spelling, tmp_path):
-  """I3: no scaling asked for is the plain table; as transformers reads each."""
-  where = folder(tmp_path)
-  edit(where, **spelling)
-  theirs = transformers.AutoConfig.from_pretrained(where)
-  assert theirs.rope_parameters['rope_theta'] == 500.0
-  assert weights.load(where)[0].rope_theta == 500.0
-
-
-def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
-  where = folder(tmp_path, num_key_value_heads=4)
-  edit(
-    where, num_key_value_heads=..., head_dim=None, rope_parameters=..., model_type=...
+@pytest.mark.slow
+def test_the_memory_of_a_process_shows_no_second_copy(tmp_path):
+  """As the kernel counts it, on one device and on eight."""
+  script = ROOT / 'tests' / 'bench' / 'loading.py'
+  argv = [sys.executable, str(script), str(tmp_path), '--gigabytes=0.2']
+  run = subprocess.run(
+    argv, cwd=ROOT, capture_output=True, text=True, env=os.environ | {'PYTHONPATH': '.'}
   )
-  edit(where, tie_word_embeddings=..., architectures=['LlamaForCausalLM'])
-  config, _ = weights.load(where)
-  assert (config.kv_heads, config.head_dim, config.rope_theta) == (4, 8, 10_000.0)
-  assert not config.tied
+  assert run.returncode == 0, run.stdout + run.stderr[-2000:]
+  assert run.stdout.count('| 222 |') == 2
 
 
 @pytest.mark.parametrize(
@@ -274,79 +363,85 @@ def test_a_tokenizer_larger_than_the_embedding_is_clipped(tmp_path):
   assert weights.load(where)[0].known_tokens == 200
 
 
+# The padding of the vocabulary.
+
+
+def test_a_vocabulary_is_padded_so_that_a_mesh_can_cut_it(tmp_path):
+  """300 rows -> 384. Known ids have the logits of before; the others are never drawn."""
+  made = reference('qwen2', vocab_size=300)
+  made.save_pretrained(tmp_path / 'model')
+  config, whole = weights.load(tmp_path / 'model')
+  assert (config.vocab_size, config.vocab_used, config.known_tokens) == (384, 300, 300)
+  mesh = meshes.make_mesh(model=2, fsdp=4)
+  _, parameters = weights.load(tmp_path / 'model', mesh=mesh)
+  assert_identical(parameters, whole)
+  for key in ('embed', 'head'):
+    assert parameters[key].addressable_shards[0].data.shape == (192, 32 // 4)
+    rows = np.asarray(parameters[key])
+    assert rows.shape == (384, 32) and not rows[300:].any() and rows[299].any()
+  ours = model.logits(parameters, config, TOKENS)
+  np.testing.assert_allclose(ours, their_logits(made), rtol=0, atol=1e-4)
+  hidden = np.ones((1, 32), np.float32)
+  drawn_from = model.head_logits(hidden, parameters['head'], config)
+  assert (np.asarray(drawn_from)[:, 300:] == model.NEVER).all()
+
+
+@pytest.mark.parametrize('kind', ['qwen2', 'qwen2 tied'])
+def test_padding_has_no_gradient_and_is_not_written(kind, tmp_path):
+  where = folder(tmp_path, kind, vocab_size=300)
+  config, parameters = weights.load(where)
+
+  def likelihood(parameters):
+    logits = model.logits(parameters, config, TOKENS)
+    return jax.nn.log_softmax(logits)[:, :-1].mean() + logits.mean()
+
+  gradient = jax.grad(likelihood)(parameters)
+  for key in {'embed', 'head'} & gradient.keys():
+    rows = np.asarray(gradient[key])
+    assert rows.shape == (384, 32) and not rows[300:].any() and rows[:300].any()
+
+  out = tmp_path / 'out'
+  weights.export(config, parameters, out)
+  for path in (where, out):
+    assert json.loads((path / 'config.json').read_text())['vocab_size'] == 300
+  same_files(where, out)
+  made = transformers.AutoModelForCausalLM.from_pretrained(out)
+  ours = model.logits(parameters, config, TOKENS)
+  np.testing.assert_allclose(ours, their_logits(made), rtol=0, atol=1e-5)
+
+
+def test_padding_is_alike_on_all_meshes_that_a_power_of_two_cuts(tmp_path):
+  """So that a checkpoint of one is read on another."""
+  where = folder(tmp_path, vocab_size=300)
+  sizes = [weights.describe(where, vocab_parts=2**n).vocab_size for n in range(9)]
+  assert sizes == [384] * 8 + [512]  # the last: 256 parts
+  assert weights.describe(where, vocab_parts=9).vocab_size == 1152
+
+
+@pytest.mark.parametrize('rows', [32_000, 32_768, 49_152, 128_256, 151_936, 152_064])
+def test_the_usual_vocabularies_are_not_padded(rows, tmp_path):
+  """Llama 2, Mistral 0.3, SmolLM2, Llama 3, Qwen2.5 and Qwen3: small, and large."""
+  raw = SMALL | dict(vocab_size=rows, architectures=['LlamaForCausalLM'])
+  (tmp_path / 'config.json').write_text(json.dumps(raw))
+  config = weights.describe(tmp_path, vocab_parts=16)
+  assert (config.vocab_size, config.vocab_padding) == (rows, 0)
+
+
+def test_a_prompt_with_ids_of_the_padding_is_refused(tmp_path):
+  """The tokenizer knows more than the model: before and with padding."""
+  config, parameters = weights.load(folder(tmp_path, vocab_size=200))
+  sampler = Sampler(
+    parameters, config, slots=1, cache_length=8, chunk=2, prefill_rows=1, seed=0
+  )
+  prompt = Prompt(
+    id='a/0', dataset='a', index=0, tokens=np.array([3, 200], np.int32), text=''
+  )
+  request = Request(draw=0, prompt=prompt, size=1, sampling=Sampling(max_new_tokens=2))
+  with pytest.raises(ValueError, match='ids from 3 to 200, expected 0 to 199'):
+    sampler.generate([request])
+
+
 # What is refused.
-
-
-@pytest.mark.parametrize(
-  'kind, changes, words',
-  [
-    ('llama', dict(architectures=['GemmaForCausalLM']), ['architectures', 'Gemma']),
-    ('llama', dict(architectures=['Qwen2MoeForCausalLM']), ['Qwen2MoeForCausalLM']),
-    (
-      'llama',
-      dict(architectures=['LlamaForSequenceClassification']),
-      ['architectures', 'Sequence'],
-    ),
-    ('llama', dict(architectures=..., model_type='gpt2'), ['model_type', 'gpt2']),
-    ('llama', dict(model_type='qwen2'), ['model_type', 'qwen2', 'llama']),
-    ('llama', dict(hidden_act='gelu'), ['hidden_act', 'gelu', 'silu']),
-    ('llama', dict(attention_bias=True), ['attention_bias', 'True']),
-    ('qwen3', dict(attention_bias=True), ['attention_bias', 'True']),
-    ('llama', dict(mlp_bias=True), ['mlp_bias', 'True']),
-    ('llama', dict(num_local_experts=8), ['num_local_experts', '8']),
-    ('llama', dict(partial_rotary_factor=0.5), ['partial_rotary_factor', '0.5']),
-    (
-      'llama',
-      dict(rope_scaling={'rope_type': 'yarn', 'factor': 4.0}),
-      ['rope_scaling', 'yarn', '4.0'],
-    ),
-    ('llama', dict(rope_scaling={'type': 'linear', 'factor': 2}), ['rope', 'linear']),
-    (
-      'llama',
-      dict(rope_parameters={'rope_type': 'llama3', 'rope_theta': 5e5, 'factor': 8}),
-      ['rope_parameters', 'llama3', '8'],
-    ),
-    ('llama', dict(rope_scaling={'rope_type': 'unheard-of'}), ['unheard-of']),
-    (
-      'qwen2',
-      dict(rope_parameters={'full_attention': {'rope_type': 'default'}}),
-      ['full_attention'],
-    ),
-    (
-      'qwen2',
-      dict(
-        use_sliding_window=True,
-        sliding_window=4,
-        max_window_layers=1,
-        layer_types=...,
-      ),
-      ['use_sliding_window', 'True', 'window of 4', 'layers 1 to 1'],
-    ),
-    (
-      'qwen3',
-      dict(layer_types=['full_attention', 'sliding_attention']),
-      ['layer_types', 'sliding_attention'],
-    ),
-    ('mistral', dict(sliding_window=4096), ['sliding_window', '4096']),
-    ('mistral', dict(sliding_window=...), ['sliding_window', '4096']),
-    ('llama', dict(quantization_config={'bits': 4}), ['quantization_config', '4']),
-    ('llama', dict(auto_map={'AutoModel': 'x.Y'}), ['auto_map', 'x.Y']),
-    ('qwen2', dict(is_causal=False), ['is_causal', 'False']),
-    ('llama', dict(hidden_size='32'), ['hidden_size', "'32'", 'whole number']),
-    ('llama', dict(num_hidden_layers=...), ['num_hidden_layers', 'None']),
-    ('llama', dict(tie_word_embeddings='false'), ['tie_word_embeddings', "'false'"]),
-    ('llama', dict(rms_norm_eps=0), ['rms_norm_eps', '0']),
-    ('llama', dict(rope_parameters={'rope_theta': -1}), ['rope_theta', '-1']),
-  ],
-)
-def test_a_setting_that_is_not_implemented_is_refused(kind, changes, words, tmp_path):
-  """I3, I4: not ignored. The line names key and value."""
-  where = folder(tmp_path, kind)
-  edit(where, **changes)
-  with pytest.raises(ValueError) as error:
-    weights.load(where)
-  assert '\n' not in str(error.value)
-  assert all(word in str(error.value) for word in words), error.value
 
 
 def change(file: pathlib.Path, **tensors) -> None:
@@ -409,85 +504,31 @@ def test_tables_that_follow_from_the_config_may_be_there(tmp_path):
   weights.load(where)
 
 
-def test_a_tensor_of_another_shape_or_kind_is_named(tmp_path):
-  where = folder(tmp_path)
-  name, file = 'model.layers.1.mlp.up_proj.weight', where / 'model.safetensors'
-  change(file, **{name: np.zeros((32, 40), np.float32)})
-  assert f'{name} is [32, 40], expected [40, 32]' in refusal(where)
-  change(file, **{name: np.zeros((40, 32), np.int8)})
-  assert f'{name} is stored as I8, expected one of F32' in refusal(where)
-
-
-@pytest.fixture(scope='module')
-def in_shards(tmp_path_factory):
-  where = tmp_path_factory.mktemp('weights') / 'model'
-  reference('llama').save_pretrained(where, max_shard_size='40KB')
-  return where
-
-
-def test_a_shard_missing_extra_or_torn_is_named(in_shards, tmp_path):
-  """I5."""
-  where = shutil.copytree(in_shards, tmp_path / 'model')
-  shards = sorted(where.glob('*.safetensors'))
-  second, whole = shards[1], shards[1].read_bytes()
-  second.unlink()
-  assert f'no {second.name}, which the index' in refusal(where)
-  second.write_bytes(whole[:-100])
-  assert str(second) in refusal(where) and 'not a whole' in refusal(where)
-  second.write_bytes(whole)
-  other = where / 'model-00009-of-00009.safetensors'
-  other.write_bytes(whole)
-  assert f'{other.name} not in the index' in refusal(where)
-  other.rename(where / 'model.safetensors')
-  assert 'both model.safetensors and model.safetensors.index.json' in refusal(where)
-
-
-def test_tensors_are_where_the_index_says(in_shards, tmp_path):
-  """I5: an index copied from another cutting."""
-  where = shutil.copytree(in_shards, tmp_path / 'model')
-  file = where / 'model.safetensors.index.json'
-  index = json.loads(file.read_text())
-  name = 'model.layers.1.mlp.up_proj.weight'
-  kept = index['weight_map'].pop(name)
-  file.write_text(json.dumps(index))
-  said = refusal(where)
-  assert (
-    kept in said and f'not in the index model.safetensors.index.json: {name}' in said
-  )
-  elsewhere = min(index['weight_map'].values())
-  assert elsewhere != kept
-  index['weight_map'][name] = elsewhere
-  file.write_text(json.dumps(index))
-  said = refusal(where)
-  assert elsewhere in said and f'missing: {name}' in said
-  for content in ('{', '[]', '{"weight_map": {}}'):
-    file.write_text(content)
-    assert str(file) in refusal(where)
-
-
-def test_a_folder_that_is_none_is_said(tmp_path):
-  assert 'no such folder' in refusal(tmp_path / 'absent')
-  assert f'{tmp_path / "config.json"}: no such file' in refusal(tmp_path)
-  where = folder(tmp_path)
-  (where / 'model.safetensors').unlink()
-  assert 'no model.safetensors or model.safetensors.index.json' in refusal(where)
-  (where / 'config.json').write_text('{"a": ')
-  assert 'config.json: not JSON' in refusal(where)
-
-
-def test_a_hub_id_that_is_not_to_be_had_is_said():
-  assert 'nobody/has-this: no such folder, and not to be had' in refusal(
-    'nobody/has-this'
-  )
-
-
 # Writing.
 
 
+def same_files(a: pathlib.Path, b: pathlib.Path) -> None:
+  """Every tensor stored, bit for bit: -0.0 is not 0.0 here."""
+  a, b = (load_file(where / 'model.safetensors') for where in (a, b))
+  assert a.keys() == b.keys()
+  for name in a:
+    assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+    assert a[name].tobytes() == b[name].tobytes(), name
+
+
 @pytest.mark.parametrize('kind', KINDS)
-def test_import_export_import_is_bit_identical(kind, tmp_path):
-  config, parameters = weights.load(folder(tmp_path, kind))
-  weights.export(config, parameters, tmp_path / 'out')
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+def test_import_export_import_is_bit_identical(kind, dtype, tmp_path):
+  """In the dtype of the source; zeros with a sign and the tiniest numbers too."""
+  where = folder(tmp_path, kind, stored=dtype)
+  file = where / 'model.safetensors'
+  up = load_file(file)['model.layers.1.mlp.up_proj.weight']
+  tiny = jax.numpy.finfo(dtype).smallest_subnormal
+  up.ravel()[:4] = [-0.0, tiny, -tiny, 0.0]
+  change(file, **{'model.layers.1.mlp.up_proj.weight': up})
+  config, parameters = weights.load(where)
+  weights.export(config, parameters, tmp_path / 'out', stored_dtype=dtype)
+  same_files(where, tmp_path / 'out')
   again, same = weights.load(tmp_path / 'out')
   assert again == config
   assert_identical(parameters, same)
@@ -502,7 +543,11 @@ def test_transformers_reads_what_was_trained(kind, shards, tmp_path):
   updated = jax.tree.map(
     lambda w: w + 0.05 * rng.standard_normal(w.shape).astype(np.float32), parameters
   )
+  updated['embed'] = updated['embed'].at[config.vocab_used :].set(0)
+  if not config.tied:
+    updated['head'] = updated['head'].at[config.vocab_used :].set(0)
   total = 4 * sum(x.size for x in jax.tree.leaves(updated))
+  total -= 4 * SMALL['hidden_size'] * config.vocab_padding * (1 if config.tied else 2)
   out = tmp_path / 'out'
   room = total if shards == 1 else int(total * 0.43)
   weights.export(config, updated, out, max_shard_bytes=room)
@@ -556,6 +601,23 @@ def test_halves_are_stored_as_said(stored, tmp_path):
     lambda w: np.asarray(w).astype(stored).astype(np.float32), parameters
   )
   assert_identical(weights.load(out)[1], rounded)
+
+
+def test_no_second_copy_is_made(tmp_path):
+  """A model of 40 MB is written with room for a shard of 8 MB and a tensor or two."""
+  config, _ = small()
+  config = dataclasses.replace(config, d_model=256, d_ff=704, layers=16)
+  mesh = meshes.make_mesh(fsdp=4, model=2)
+  shapes, axes = model.abstract(config)
+  at = meshes.parameter_shardings(shapes, axes, mesh)
+  ones = jax.tree.map(lambda s: np.ones(s.shape, np.float32), shapes)
+  parameters = jax.device_put(ones, at)
+  assert sum(x.nbytes for x in jax.tree.leaves(parameters)) > 30e6
+  tracemalloc.start()
+  weights.export(config, parameters, tmp_path / 'out', max_shard_bytes=8_000_000)
+  peak = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  assert peak < 8e6 + 2 * 4 * 256 * 704 + 1e6
 
 
 def test_a_sharded_model_is_written_as_a_whole_one(tmp_path):
@@ -651,7 +713,7 @@ def test_nothing_is_written_by_halves(tmp_path):
 def test_parameters_of_another_model_are_refused(tmp_path):
   config, parameters = small()
   cases = [
-    (parameters | {'head': parameters['embed'].T}, 'head: .*expected None'),
+    (parameters | {'head': parameters['embed']}, 'head: .*expected None'),
     ({k: v for k, v in parameters.items() if k != 'embed'}, 'embed: None, expected'),
     (
       parameters | {'embed': parameters['embed'][1:]},
@@ -663,28 +725,4 @@ def test_parameters_of_another_model_are_refused(tmp_path):
       weights.export(config, odd, tmp_path / 'out')
   with pytest.raises(ValueError, match="stored_dtype: 'int8'"):
     weights.export(config, parameters, tmp_path / 'out', stored_dtype='int8')
-  assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-  'changes, words',
-  [
-    (dict(qkv_bias=True, qk_norm=True), 'no architecture has both'),
-    (dict(d_model=30), 'd_model=30, heads=4'),
-  ],
-)
-def test_a_model_that_transformers_has_not_is_refused(changes, words, tmp_path):
-  settings = dict(
-    vocab_size=8,
-    known_tokens=8,
-    d_model=32,
-    d_ff=8,
-    layers=1,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-  )
-  config = ModelConfig(**(settings | changes))
-  with pytest.raises(ValueError, match=words):
-    weights.export(config, model.init(config, 0), tmp_path / 'out')
   assert list(tmp_path.iterdir()) == []

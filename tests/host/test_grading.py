@@ -414,3 +414,48 @@ def test_a_reward_beyond_the_declared_maximum_is_a_fault_only_where_declared():
   assert grading.judge(3.5, None) == (3.5, None, '')
   assert grading.judge(3.5, 4.0) == (3.5, None, '')
   assert grading.judge(3.5, 3.0)[:2] == (0.0, 'out of range')
+
+
+MATH = prompt('math', answer='5', max_reward=1.0)
+
+
+def test_maths_is_graded_in_processes():
+  """G1: where an alarm of the library's own would not do."""
+  right, wrong = r'\boxed{\frac{10}{2}}', r'\boxed{6}'
+  with GradingPool(warm=['math']) as pool:
+    grades = grade(pool, [right, wrong], MATH)
+  assert [(g.score, g.fault) for g in grades.values()] == [(1.0, None), (0.0, None)]
+
+
+def test_an_expression_without_end_costs_its_own_deadline_and_nobody_elses():
+  """G1: 10^(10^10) written out would fill the machine."""
+  endless = [r'\boxed{10^{10^{10}}}', r'\boxed{9^{9^{9^{9}}}}', r'\boxed{(10^{9})!}']
+  fine = [f'it is \\boxed{{5{" " * k}}}' for k in range(20)]
+  with GradingPool(workers=2, deadline_s=2.0, warm=['math']) as pool:
+    began = time.monotonic()
+    grades = grade(pool, [*endless, *fine], MATH)
+    assert time.monotonic() - began < 30
+  assert all(grades[text].score == 0 for text in endless)
+  assert all((grades[text].score, grades[text].fault) == (1, None) for text in fine)
+
+
+def test_hostile_maths_leaves_the_worker_alive_and_its_next_verdict_true(tmp_path):
+  """G7: no marker, no exit, nothing of math-verify's or sympy's rewritten."""
+  marker = tmp_path / 'marker'
+  attacks = [
+    f'__import__("pathlib").Path("{marker}").touch()',
+    r'raise\ SystemExit',
+    'exit()',
+    r'\text{__import__("os")._exit(3)}',
+    '__import__("math_verify").__dict__.update(verify=lambda *a, **k: True)',
+    '[setattr(__import__("sympy").Basic, "__eq__", lambda a, b: True)]',
+  ]
+  boxed = [f'\\boxed{{{attack}}}' for attack in attacks]
+  with GradingPool(workers=1, warm=['math']) as pool:
+    assert grade(pool, ['5'], MATH)['5'].score == 1
+    before = pool.pids
+    assert [g.score for g in grade(pool, boxed + attacks, MATH).values()] == [0.0] * 12
+    after = grade(pool, [r'\boxed{\frac{6}{2}}', r'\boxed{\frac{10}{2}}'], MATH)
+    assert [g.score for g in after.values()] == [0.0, 1.0]
+    assert pool.pids == before
+  assert not marker.exists()

@@ -3,8 +3,10 @@ r"""Verifiers give what arithmetic and the table of public faults say.
 F and G cases: each row has the right value from the mathematics.
 """
 
+import asyncio
 import concurrent.futures
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -194,6 +196,12 @@ def test_the_table_of_expressions(gold, guess, right, boxed_gold):
     ('', '1', 0),
     ('2', '2', 1),  # no box: the whole text
     ('I do not know', '2', 0),
+    (r'\boxed{\boxed{5}}', '5', 1),
+    (r'\boxed{7} so \fbox{5}', '5', 1),
+    ('It is $7$, no: $5$.', '5', 1),  # no box: the last maths
+    (r'It is \(7\), no: \[5\]', '5', 1),
+    ('The answer is 5', '5', 0),
+    (r'It costs \$5 or \$7', '7', 0),  # a currency
   ],
 )
 def test_the_last_box_counts_and_counts_whole(text, gold, right):
@@ -201,10 +209,121 @@ def test_the_last_box_counts_and_counts_whole(text, gold, right):
   assert score('math', text, gold) == right
 
 
+# What a grader has to say of answers as models write them.
+WRITTEN = [
+  (r'\$5', '5', 1),
+  ('$5', r'5\text{ dollars}', 1),
+  ('5', '5 dollars', 1),
+  ('5', '€5', 1),
+  ('5', r'5\,\text{cm}', 1),
+  ('5', r'5 \text{ km/h}', 1),
+  ('5', r'5\text{ cm}^2', 1),
+  (r'\frac{3}{4}\text{ miles}', '0.75', 1),
+  ('5', r'6\text{ cm}', 0),
+  ('5', r'5 \text{ million}', 0),
+  ('5000000', r'5 \text{ million}', 1),
+  ('3', r'3 \text{ or } 4', 0),
+  ('10', '10 sqrt', 0),
+  ('3', '3.0', 1),
+  ('5', '5.', 1),
+  ('1{,}234.5', '1234.5', 1),
+  ('1000000', r'1\,000\,000', 1),
+  ('12:30', '12:31', 0),
+  (r'0.\overline{3}', r'\frac13', 1),
+  (r'\frac16', r'0.1\overline{6}', 1),
+  (r'0.\overline{3}', '0.3', 0),
+  # A percent sign: a factor of 1/100, or a unit.
+  (r'50\%', '50', 1),
+  ('50%', '0.5', 1),
+  ('50%', r'\frac12', 1),
+  ('50', r'50\%', 1),
+  ('0.5', r'50\%', 1),
+  ('50', r'50\text{ percent}', 1),
+  (r'50\%', '5', 0),
+  (r'3\%', '0.3', 0),
+  (r'3\%', r'4\%', 0),
+  # Words and choices.
+  ('Monday', r'\text{Monday}', 1),
+  (r'\text{Monday}', 'Monday', 1),
+  ('Monday', r'\text{Tuesday}', 0),
+  ('C', '(C)', 1),
+  ('C', r'\textbf{(C)}~5', 1),
+  ('C', r'\text{(C) Paris}', 1),
+  ('C', r'\text{(D) Paris}', 0),
+  ('A', '(A) or (B)', 0),
+  ('5', 'x = 5', 1),
+  ('x=5', 'y=5', 0),
+  # Sets, intervals, pairs, matrices.
+  (r'\{1,2\}', '2, 1', 1),
+  (r'\pm 5', '-5, 5', 1),
+  (r'(-\infty,3]', r'\left(-\infty, 3\right]', 1),
+  (r'(0,1)\cup(2,3)', r'(2,3)\cup(0,1)', 1),
+  (r'(1,2)\cup\{3\}', r'\{3\}\cup(1,2)', 1),
+  ('(1,2)', r'\{1,2\}', 0),
+  (r'\emptyset', r'\varnothing', 1),
+  (
+    r'\begin{pmatrix}1\\2\end{pmatrix}',
+    r'\begin{bmatrix}1\\2\end{bmatrix}',
+    1,
+  ),
+  (
+    r'\begin{pmatrix}1\\2\end{pmatrix}',
+    r'\begin{pmatrix}2\\1\end{pmatrix}',
+    0,
+  ),
+  # Bases, powers.
+  ('101_2', '101', 1),
+  ('101_2', '101_3', 0),
+  ('2^{100}', '1267650600228229401496703205376', 1),
+  ('2^{100}', '1267650600228229401496703205377', 0),
+  (r'\sqrt{2}', '1.414', 0),
+]
+
+
+@pytest.mark.parametrize('gold, guess, right', WRITTEN)
+def test_answers_as_models_write_them(gold, guess, right):
+  """G6."""
+  assert score('math', f'so \\boxed{{{guess}}}.', gold) == right
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    'x' * 100_000,
+    ' ' * 100_000 + '2',
+    '9' * 100_000,
+    '$' * 50_000,
+    r'\(' * 50_000,
+    r'\boxed{' * 20_000,
+    r'\boxed{' + '{' * 900 + '2' + '}' * 900,
+    r'\boxed{0.' + '9' * 1900 + r'\overline{3}}',
+    r'\boxed{\frac{1}{0}}',
+    r'\boxed{\left(}',
+    '\\boxed{\x00\ud83d}',
+  ],
+  ids=lambda text: f'{text[:20]}... {len(text)}'.replace('\x00', '0'),
+)
+def test_odd_texts_are_wrong_and_quickly_so(text):
+  began = time.monotonic()
+  assert score('math', text, '1') == 0
+  assert time.monotonic() - began < 5
+
+
+def test_a_gold_answer_that_nobody_can_read_is_said_to_be_so():
+  with pytest.raises(ValueError, match=r"'0\.333\.\.\.' for reward 'math'"):
+    score('math', '1', '0.333...')
+
+
 def test_maths_is_graded_on_any_thread():
   """G1: math-verify 0.9.0 raises here with its default settings."""
+  answer = ('math', r'\boxed{\frac{4}{2}}', '2')
   with concurrent.futures.ThreadPoolExecutor(1) as threads:
-    assert threads.submit(score, 'math', r'\boxed{\frac{4}{2}}', '2').result() == 1
+    assert threads.submit(score, *answer).result() == 1
+
+  async def task():
+    return score(*answer)
+
+  assert asyncio.run(task()) == 1
 
 
 @pytest.mark.parametrize(

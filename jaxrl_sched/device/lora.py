@@ -1,0 +1,170 @@
+"""LoRA (arXiv:2106.09685): a frozen weight W acts as W + (alpha / rank) A B.
+
+Sampler and learner compute with one and the same merged weights: beside a bfloat16 W
+adapters would not be what is left of them in a bfloat16 sum. In the learner A and B
+stand beside the merged weight only to receive their gradients, so that no gradient
+of W is ever made. They are ordinary weights of the decoder, under the key 'lora' of
+the module whose weights they adapt. Left out of LoRA: dropout, biases, adapters of
+the embedding and of the head.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import difflib
+from typing import Any
+import zlib
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_sched.device import mesh as meshes
+
+TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+_KEY = 'lora'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+  """Which weights have adapters, and how wide and strong these are."""
+
+  rank: int = 16
+  alpha: float = 32.0
+  targets: tuple = TARGETS
+
+  def __post_init__(self):
+    if self.rank < 1:
+      raise ValueError(f'lora.rank: {self.rank}, expected at least 1')
+    if not self.alpha > 0:
+      raise ValueError(f'lora.alpha: {self.alpha}, expected above 0')
+    known = ', '.join(TARGETS)
+    if not self.targets:
+      raise ValueError(f'lora.targets: {self.targets}, expected some of {known}')
+    for name in self.targets:
+      if name not in TARGETS:
+        short = str(name).removesuffix('_proj')  # the name in Hugging Face's models
+        near = difflib.get_close_matches(short, TARGETS, 1)
+        hint = f'; did you mean {near[0]!r}?' if near else ''
+        raise ValueError(f'lora.targets: {name!r}, expected some of {known}{hint}')
+    if len(set(self.targets)) < len(self.targets):
+      raise ValueError(f'lora.targets: {self.targets}, expected each name once')
+
+  @property
+  def scale(self) -> float:
+    return self.alpha / self.rank
+
+
+class Adapter(nnx.Module):
+  """scale (x A) B, where A takes in the first `ins` axes of the weight."""
+
+  def __init__(self, lora: Lora, rngs: nnx.Rngs, weight: nnx.Param, ins: int):
+    axes = weight.get_metadata()['axes']
+    # The paper's normal, with the spread of PEFT's default, so that learning rates
+    # found there fit here. B is 0: training starts from the base itself.
+    std = (3 * np.prod(weight.shape[:ins])) ** -0.5
+    a = std * jax.random.normal(rngs.lora(), (*weight.shape[:ins], lora.rank))
+    b = jnp.zeros((lora.rank, *weight.shape[ins:]))
+    self.a = nnx.Param(a.astype(jnp.float32), axes=(*axes[:ins], None))
+    self.b = nnx.Param(b.astype(jnp.float32), axes=(None, *axes[ins:]))
+    self.ins, self.scale = ins, lora.scale
+
+  def __call__(self, x):  # [..., in] -> [..., out]
+    narrow = jnp.tensordot(x, self.a[...], axes=self.ins)
+    return jnp.tensordot(self.scale * narrow, self.b[...], axes=1)
+
+
+def declare(
+  lora: Lora | None, rngs: nnx.Rngs, weights: dict[str, tuple[nnx.Param, int]]
+) -> nnx.Dict:
+  """The adapters of one module.
+
+  Args:
+    weights: by name, each with the number of its axes that x is contracted with.
+  """
+  targets = () if lora is None else lora.targets
+  return nnx.Dict(
+    {
+      name: Adapter(lora, rngs, weight, ins)
+      for name, (weight, ins) in weights.items()
+      if name in targets
+    }
+  )
+
+
+def add(adapters: nnx.Dict, name: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  """y = x W, with a gradient for W's adapter if it has one.
+
+  W is merged already: y's value and its gradient of x are right as they are.
+  """
+  if name not in adapters:
+    return y
+  part = adapters[name](jax.lax.stop_gradient(x))
+  return y + (part - jax.lax.stop_gradient(part))
+
+
+# --- trees ---------------------------------------------------------------------------
+
+
+def split(tree: dict) -> tuple[dict, dict]:
+  """A tree like the parameters (or shapes, axes) as base and adapters."""
+  base, found = {}, {}
+  for key, node in tree.items():
+    if key == _KEY:
+      found[key] = node
+    elif isinstance(node, dict):
+      base[key], inner = split(node)
+      if inner:
+        found[key] = inner
+    else:
+      base[key] = node
+  return base, found
+
+
+def join(tree: dict, over: dict) -> dict:
+  """Both trees in one; where both have a leaf it is that of `over`."""
+  out = dict(tree)
+  for key, node in over.items():
+    deeper = isinstance(node, dict) and key in tree
+    out[key] = join(tree[key], node) if deeper else node
+  return out
+
+
+def map_adapted(function: Callable[[Any, dict], Any], base: dict, adapters: dict):
+  """function(W, {'a': A, 'b': B}) for every W that has an adapter, at W's place."""
+  out = {}
+  for key, node in adapters.items():
+    if key == _KEY:
+      out |= {name: function(base[name], pair) for name, pair in node.items()}
+    else:
+      out[key] = map_adapted(function, base[key], node)
+  return out
+
+
+def merge(base: dict, adapters: dict, scale: float) -> dict:
+  """W + scale A B in float32, of the weights that have adapters alone."""
+
+  def one(weight, pair):  # [L, in, out], [L, in, rank], [L, rank, out]
+    a, b = pair['a'], pair['b']
+    along = (((a.ndim - 1,), (1,)), ((0,), (0,)))
+    # Else a TPU would multiply in bfloat16.
+    product = jax.lax.dot_general(a, b, along, precision='highest')
+    return weight + scale * product
+
+  return map_adapted(one, base, adapters)
+
+
+def fingerprint(parameters: dict, mesh: jax.sharding.Mesh) -> str:
+  """Tells one base from another by a few values of every parameter.
+
+  A checkpoint holds adapters only: over another base they would mean nothing.
+  """
+
+  def some(weight):
+    places = np.linspace(0, weight.size - 1, 64).astype(np.int64)
+    return weight[np.unravel_index(places, weight.shape)]
+
+  whole = meshes.sharding(mesh)
+  take = jax.jit(lambda tree: jax.tree.map(some, tree), out_shardings=whole)
+  values = jax.tree.leaves(jax.device_get(take(parameters)))
+  return f'{zlib.crc32(b"".join(v.tobytes() for v in values)):08x}'

@@ -1,0 +1,191 @@
+"""What a dataset may say of itself, and what a record or a few-shot example holds.
+
+A record has 'prompt' (text) or 'messages' (a chat), 'answer' (what the verifier
+compares with) and, optionally, 'id' and 'solution' (a reference answer's text).
+Whatever else it has goes to `Prompt.meta`.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import math
+import os
+from typing import Any
+
+from jaxrl_sched.device.sources import nearest, open_source
+from jaxrl_sched.host import rewards
+
+OURS = ('prompt', 'messages', 'answer', 'id', 'solution')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dataset:
+  """What may be said of a dataset."""
+
+  source: str  # see sources.open_source
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the source
+  reward: str | None = None  # None: 'reasoning_gym' for its own, else 'final_number'
+  max_reward: float | None = 1.0  # None: the verifier declares no maximum
+  weight: float = 1.0
+  fields: dict[str, str] = dataclasses.field(default_factory=dict)  # ours -> theirs
+  system: str | None = None  # None: that of all datasets
+  examples: str | list | tuple | None = None  # None: those of all datasets; () for none
+
+
+def checked(name: str, settings: dict[str, Any]) -> Dataset:
+  """The settings of a dataset, with every value looked at and `reward` filled in."""
+  if not name or '/' in name:  # part of prompt ids and of file names
+    raise ValueError(f"Dataset {name!r}: expected a name without '/'")
+  known = [field.name for field in dataclasses.fields(Dataset)]
+  for key in settings:
+    if key not in known:
+      raise ValueError(f'Dataset {name!r}: unknown key {key!r}{nearest(key, known)}')
+  if 'source' not in settings:
+    raise ValueError(f"Dataset {name!r}: no 'source', found {sorted(settings)}")
+  dataset = Dataset(**settings)
+  kinds = dict(source=(str, 'text'), options=(dict, 'a dict'), fields=(dict, 'a dict'))
+  kinds['reward'] = (str | None, 'a name')
+  kinds['system'] = (str | None, 'text')
+  kinds['examples'] = (str | list | tuple | None, 'a path or a list of records')
+  for key, (kind, expected) in kinds.items():
+    if key in settings and not isinstance(value := settings[key], kind):
+      raise ValueError(f'Dataset {name!r}, {key}: expected {expected}, found {value!r}')
+  for key in ('weight', 'max_reward'):
+    value = settings.get(key, 1.0)
+    if key == 'max_reward' and value is None:
+      continue
+    if isinstance(value, bool) or not isinstance(value, int | float):
+      raise ValueError(f'Dataset {name!r}, {key}: expected a number, found {value!r}')
+    if not 0 < value < math.inf:
+      raise ValueError(f'Dataset {name!r}, {key}: expected above 0, found {value}')
+  if dataset.reward is None:
+    gym = dataset.source.startswith('reasoning_gym:')
+    dataset = dataclasses.replace(
+      dataset, reward='reasoning_gym' if gym else 'final_number'
+    )
+  try:
+    rewards.resolve(dataset.reward)
+  except ValueError as error:
+    raise ValueError(f'Dataset {name!r}, reward: {error}') from None
+  return dataset
+
+
+def read(
+  given: dict[str, Any], dataset: Dataset, *, position: int, where: str
+) -> dict[str, Any]:
+  """The record with its keys renamed and checked; 'id' is there and is text."""
+
+  def wrong(what: str) -> ValueError:
+    return ValueError(f'{where}: {what}')
+
+  found = f'found {sorted(given)}'
+  for ours, theirs in dataset.fields.items():
+    if theirs not in given:
+      raise wrong(f'no field {theirs!r} (for {ours!r}), {found}')
+  moved = {ours: given[theirs] for ours, theirs in dataset.fields.items()}
+  rest = {k: v for k, v in given.items() if k not in dataset.fields.values()}
+  record = rest | moved
+
+  _check_question(record, wrong)
+  if not isinstance(record.get('solution'), str | None):
+    raise wrong(f'solution: expected text, found {record["solution"]!r:.40}')
+  try:
+    rewards.check_answer(dataset.reward, record.get('answer'))
+  except ValueError as error:
+    if 'answer' not in record:
+      raise wrong(f"no field 'answer', {found}") from None
+    raise wrong(str(error)) from None
+  try:
+    rewards.check_meta(
+      dataset.reward, {k: v for k, v in record.items() if k not in OURS}
+    )
+  except ValueError as error:
+    raise wrong(str(error)) from None
+
+  key = record.get('id')
+  if key is None:
+    key = position
+  elif isinstance(key, bool) or not isinstance(key, str | int) or key == '':
+    raise wrong(f'id: expected text or a whole number, found {key!r:.40}')
+  return {k: v for k, v in record.items() if v is not None or k not in OURS} | {
+    'id': str(key)
+  }
+
+
+def _check_question(record: dict[str, Any], wrong: Callable[[str], ValueError]) -> None:
+  found = f'found {sorted(record)}'
+  prompt, messages = record.get('prompt'), record.get('messages')
+  if prompt is None and messages is None:
+    raise wrong(f"no field 'prompt' or 'messages', {found}")
+  if prompt is not None and messages is not None:
+    raise wrong(f"both 'prompt' and 'messages', expected one of them, {found}")
+  if prompt is None:
+    _check_messages(messages, wrong)
+  elif not isinstance(prompt, str):
+    hint = "; a chat goes by fields=dict(messages='prompt')" * isinstance(prompt, list)
+    raise wrong(f'prompt: expected text, found {prompt!r:.40}{hint}')
+
+
+def _check_messages(messages: Any, wrong: Callable[[str], ValueError]) -> None:
+  if not isinstance(messages, list) or not messages:
+    raise wrong(f'messages: expected a list of messages, found {messages!r:.40}')
+  for message in messages:
+    if not isinstance(message, dict) or not all(
+      isinstance(message.get(key), str) for key in ('role', 'content')
+    ):
+      raise wrong(
+        f"messages: expected texts 'role' and 'content' in each, found {message!r:.60}"
+      )
+  if messages[-1]['role'] == 'assistant':
+    raise wrong("messages: the last is the assistant's, expected to end before it")
+
+
+def turns(record: dict[str, Any]) -> list[dict[str, Any]]:
+  """The record's messages; a prompt is the user's one."""
+  given = record.get('messages')
+  return [{'role': 'user', 'content': record['prompt']}] if given is None else given
+
+
+def question(record: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+  """What a record asks, the same for records that ask the same."""
+  return tuple(
+    (turn['role'], ' '.join(turn['content'].split()))
+    for turn in turns(record)
+    if turn['role'] != 'system'
+  )
+
+
+def read_examples(
+  given: str | Sequence[dict[str, Any]], root: str | os.PathLike
+) -> list[tuple[dict[str, Any], str]]:
+  """Few-shot examples: records, each with the reply that is shown for it.
+
+  The reply is the record's 'solution', else its 'answer'.
+
+  Args:
+    given: a path ending in .jsonl or .parquet, or the records themselves.
+    root: where a relative path starts.
+  """
+  if isinstance(given, str):
+    source = open_source(given, {}, root)
+    found = [(source[i], source.where(i)) for i in range(len(source))]
+  else:
+    found = [(record, f'examples, record {i}') for i, record in enumerate(given)]
+  return [_example(record, where) for record, where in found]
+
+
+def _example(record: Any, where: str) -> tuple[dict[str, Any], str]:
+  def wrong(what: str) -> ValueError:
+    return ValueError(f'{where}: {what}')
+
+  if not isinstance(record, dict):
+    raise wrong(f'expected a record, found {record!r:.40}')
+  _check_question(record, wrong)
+  if any(m['role'] == 'system' for m in record.get('messages') or ()):
+    raise wrong('messages: an example has no system message of its own')
+  reply = record.get('solution')
+  reply = record.get('answer') if reply is None else reply
+  if isinstance(reply, int | float) and not isinstance(reply, bool):
+    reply = str(reply)
+  if not isinstance(reply, str) or not reply:
+    raise wrong(f"expected a 'solution' or an 'answer' to show, found {reply!r:.40}")
+  return record, reply
