@@ -160,12 +160,15 @@ def _is_union(kind: Any) -> bool:
 def differences(
   old: dict[str, Any], new: dict[str, Any], free: Sequence[str] = ()
 ) -> list[str]:
-  """Keys whose values differ, as 'a.b: old -> new', but for `free` top-level ones."""
+  """Keys whose values differ, as 'a.b: old -> new', but for `free` top-level ones.
+
+  None and absence are the same: workdirs are older than keys.
+  """
   old, new = _flat(json.loads(_dumps(old))), _flat(json.loads(_dumps(new)))
   return [
     f'{key}: {old.get(key, "absent")} -> {new.get(key, "absent")}'
     for key in sorted(old.keys() | new.keys())
-    if old.get(key, '?') != new.get(key, '?') and key.split('.')[0] not in free
+    if old.get(key) != new.get(key) and key.split('.')[0] not in free
   ]
 
 

@@ -36,6 +36,7 @@ def prepared(*overrides):
     # Numbers that cannot be.
     ('scheduler.group_size=1', 'config.scheduler.group_size: 1, expected at least 2'),
     ('sampling.max_new_tokens=0', 'max_new_tokens: 0, expected at least 1'),
+    # D1: a sampler's renormalised log-probs would not be the learner's.
     ('sampling.top_p=0.9', 'config.sampling.top_p: 0.9, expected 1 in training'),
     ('sampling.top_k=5', 'config.sampling.top_k: 5, expected 0 in training'),
     ('sampling.temperature=0', 'config.sampling.temperature: 0.0, expected'),

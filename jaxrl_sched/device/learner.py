@@ -263,11 +263,7 @@ class Learner:
       self._base, self._merged, self._merged_of = parameters, None, None
       (_, shapes), (_, axes) = map(lora.split, model_lib.abstract(config))
       adapted_at = lora.map_adapted(lambda sharding, _: sharding, at, shapes)
-      at = jax.tree.map(
-        lambda names: meshes.sharding(mesh, *names),
-        axes,
-        is_leaf=lambda x: isinstance(x, tuple),
-      )
+      at = meshes.parameter_shardings(shapes, axes, mesh)
       self._merge = jax.jit(
         functools.partial(lora.merge, scale=config.lora.scale),
         out_shardings=adapted_at,

@@ -64,7 +64,7 @@ def parameter_shardings(shapes: dict, axes: dict, mesh: Mesh, *, whole=()) -> di
 
   def one(path, shape, names):
     for length, name in zip(shape.shape, names, strict=True):
-      parts = 1 if name in whole else size(mesh, name)
+      parts = 1 if name is None or name in whole else size(mesh, name)
       if length % parts:
         raise ValueError(
           f'mesh: {jax.tree_util.keystr(path)} has {length} {name}, which '

@@ -29,6 +29,7 @@ from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.prompts import load_tokenizer, stop_ids
 
 _STORED = ('F32', 'BF16', 'F16')
+_SPECIAL_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 # Rows of the vocabulary are made a multiple of this, so that every mesh with a power
 # of two of devices can cut them and reads the others' checkpoints.
 _VOCAB_STEP = 128
@@ -42,9 +43,15 @@ _TOKENIZER_FILES = (
 
 
 def generation_config(path_or_hub_id: str | os.PathLike) -> dict[str, Any] | None:
-  """What generation_config.json says; it names end ids that the tokenizer does not."""
-  file = folder(path_or_hub_id) / 'generation_config.json'
-  return hf_folder.read_json(file) if file.exists() else None
+  """What generation_config.json says; it names end ids that the tokenizer does not.
+
+  Where there is none the special ids of config.json stand in, as in transformers.
+  """
+  where = folder(path_or_hub_id)
+  if (where / 'generation_config.json').exists():
+    return hf_folder.read_json(where / 'generation_config.json')
+  raw = hf_folder.read_config(where)
+  return {key: raw[key] for key in _SPECIAL_IDS if raw.get(key) is not None} or None
 
 
 def describe(
@@ -169,15 +176,16 @@ def export(
   out = pathlib.Path(out).expanduser()
   if out.exists() and not (out.is_dir() and not any(out.iterdir())):
     raise ValueError(f'export: {out} exists, expected a new or empty folder')
+  if config.lora is not None:
+    raise ValueError('export: adapters have no tensors of their own, merge them first')
   if stored_dtype not in hf_config.DTYPES:
     known = ', '.join(hf_config.DTYPES)
     raise ValueError(f'stored_dtype: {stored_dtype!r}, expected one of {known}')
   generation = _generation(tokenizer, generation_config)
-  ids = ('bos_token_id', 'eos_token_id', 'pad_token_id')
   raw = hf_config.write(
     dataclasses.replace(config, vocab_size=config.vocab_used, vocab_padding=0),
     stored_dtype=stored_dtype,
-    special_ids={k: generation.get(k) for k in ids},
+    special_ids={k: generation.get(k) for k in _SPECIAL_IDS},
   )
   out.parent.mkdir(parents=True, exist_ok=True)
   made = pathlib.Path(

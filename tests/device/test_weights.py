@@ -658,6 +658,16 @@ def test_tokenizer_and_all_end_ids_are_written(tmp_path):
   assert weights.load(out)[0].known_tokens == 262
 
 
+def test_without_a_generation_config_the_ids_of_the_config_end_answers(tmp_path):
+  """As in transformers: files of fine-tuned models often lack the first."""
+  where = folder(tmp_path, eos_token_id=[7, 9], pad_token_id=0)
+  (where / 'generation_config.json').unlink(missing_ok=True)
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(where).generation_config
+  assert theirs.eos_token_id == [7, 9]
+  found = weights.generation_config(where)
+  assert found['eos_token_id'] == [7, 9] and found['pad_token_id'] == 0
+
+
 def test_end_ids_are_not_made_up(tmp_path):
   """Transformers takes 2 for a Llama's end unless told that there is none."""
   where = folder(tmp_path)
