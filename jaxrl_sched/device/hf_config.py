@@ -55,6 +55,7 @@ _ONLY = {
   'rope_interleaved': (False, None),
   'is_causal': (True, None),
   'use_bidirectional_attention': (False, None),
+  'use_mrope': (False, None),  # in Qwen2.5's, off
   'is_encoder_decoder': (False, None),
   'add_cross_attention': (False, None),
   'num_experts': (0, None),
