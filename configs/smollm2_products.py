@@ -8,10 +8,11 @@
 pair in four is held out, in both orders. Nothing says how to answer: at temperature
 1 the model talks its way past what it knows, and rewards teach it to say it.
 
-Needs:  two CPU cores, 8 GiB of memory. With `--config.model.path=HuggingFaceTB/
+Needs:  two CPU cores, 10 GiB of memory. With `--config.model.path=HuggingFaceTB/
         SmolLM2-135M-Instruct` the weights of the hub, not measured here.
-Time:   not measured yet.
-Score:  not measured yet.
+Time:   22.5 minutes for 30 steps, 30 to 56 s a step (two cores of an AMD EPYC).
+Score:  held-out pass@1 at temperature 1, 31 prompts, 8 samples each: 0.141 before,
+        0.919 after, seed 0 (tests/bench/learning.py).
 Source: arXiv 2503.14476 for clip-higher, token mean and dynamic sampling; the rest is
         ours. `:short` is two small steps, for tests.
 """

@@ -33,7 +33,7 @@ class Goal:
 
 GOALS = {
   'quickstart': Goal(seeds=3, start=0.45, end=0.90, minutes=8),
-  'smollm2_products': Goal(seeds=3, start=0.30, end=0.75, minutes=60),
+  'smollm2_products': Goal(seeds=1, start=0.30, end=0.75, minutes=60),
 }
 
 
