@@ -113,13 +113,17 @@ def answer_logps(
   *,
   temperature=1.0,
   remat=False,
-  parts=1,
-  at_once=LOGITS_AT_ONCE,
+  mesh=None,
 ):
-  """log-probs and entropies of a packed batch's tokens, [B, T]; entry 0 is 0."""
+  """log-probs and entropies of a packed batch's tokens, [B, T]; entry 0 is 0.
+
+  Args:
+    mesh: over which rows and weights are spread; None: one device.
+  """
+  mesh = meshes.make_mesh() if mesh is None else mesh
   model = model_lib.decoder(config, parameters)
   hidden = model.rows(
-    batch['tokens'], batch['segments'], batch['positions'], remat=remat
+    batch['tokens'], batch['segments'], batch['positions'], remat=remat, mesh=mesh
   )
   targets = jnp.roll(batch['tokens'], -1, axis=1)  # the last one's is never read
   found = token_logps(
@@ -128,8 +132,8 @@ def answer_logps(
     config,
     targets,
     temperature=temperature,
-    parts=parts,
-    at_once=at_once,
+    parts=meshes.size(mesh, 'vocab'),
+    at_once=LOGITS_AT_ONCE * meshes.size(mesh, 'rows') * meshes.size(mesh, 'vocab'),
   )
   return tuple(jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in found)
 
@@ -143,17 +147,11 @@ def microbatch_loss(
   loss: Loss,
   temperature,
   remat,
-  parts,
-  at_once,
+  mesh,
 ):
   """The loss of one microbatch: a plain sum. Returns it with sums for the log."""
   logps_of = functools.partial(
-    answer_logps,
-    config=config,
-    batch=batch,
-    temperature=temperature,
-    parts=parts,
-    at_once=at_once,
+    answer_logps, config=config, batch=batch, temperature=temperature, mesh=mesh
   )
   logp, entropy = logps_of(parameters, remat=remat)
   weight, trained = batch['weights'], batch['weights'] > 0
@@ -258,16 +256,11 @@ class Learner:
     at = meshes.parameter_shardings(shapes, axes, mesh)
     parameters = jax.device_put(parameters, at)
     self._reference = parameters if loss.kl_coef > 0 else None
-    self._merge = None
+    self._merged = None
     if config.lora is not None:
-      self._base, self._merged, self._merged_of = parameters, None, None
       (_, shapes), (_, axes) = map(lora.split, model_lib.abstract(config))
-      adapted_at = lora.map_adapted(lambda sharding, _: sharding, at, shapes)
+      self._merged = lora.Merged(parameters, shapes, at, config.lora.scale)
       at = meshes.parameter_shardings(shapes, axes, mesh)
-      self._merge = jax.jit(
-        functools.partial(lora.merge, scale=config.lora.scale),
-        out_shardings=adapted_at,
-      )
     whole = meshes.sharding(mesh)
     optimizer_at = optax.tree_utils.tree_map_params(
       self._optimizer,
@@ -294,10 +287,8 @@ class Learner:
       loss=loss,
       temperature=temperature,
       remat=remat,
-      parts=meshes.size(mesh, 'vocab'),
-      at_once=LOGITS_AT_ONCE * meshes.size(mesh, 'rows') * meshes.size(mesh, 'vocab'),
+      mesh=mesh,
     )
-
     first, add = _gradients(loss_of)
     self._first = jax.jit(first, out_shardings=(at, whole))
     self._add = jax.jit(add, donate_argnums=0, out_shardings=(at, whole))
@@ -311,13 +302,7 @@ class Learner:
   def parameters(self):
     """The policy's weights, float32, adapters merged in."""
     trained = self.state['parameters']
-    if self._merge is None:
-      return trained
-    if self._merged_of is not trained:  # once for each version
-      merged = self._merge(self._base, trained)
-      # What has no adapter is shared with the base.
-      self._merged, self._merged_of = lora.join(self._base, merged), trained
-    return self._merged
+    return trained if self._merged is None else self._merged.by(trained)
 
   def like(self):
     """The state as shapes with shardings, for a checkpoint to fill."""
@@ -362,7 +347,7 @@ class Learner:
 
   def gradient(self, batches: Sequence[Batch]):
     """The gradient of what is trained, over all microbatches, and sums for the log."""
-    total, rest = None, {} if self._merge is None else self.parameters
+    total, rest = None, {} if self._merged is None else self.parameters
     for batch in batches:
       arrays = {
         f.name: jax.device_put(getattr(batch, f.name), self._row_at)

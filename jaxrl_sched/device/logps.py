@@ -104,18 +104,22 @@ def _forward(hidden, head, targets, cut):
   def add(i, carry):
     top, mass, moment, chosen = carry
     logits, ids = cut.logits(hidden, cut.slice(split, i).astype(hidden.dtype), i)
-    new_top = jnp.maximum(top, logits.max(axis=(2, 3)))
-    scale, p = jnp.exp(top - new_top), jnp.exp(logits - new_top[..., None, None])
-    mass = mass * scale + p.sum(axis=(2, 3))
-    moment = moment * scale + (p * logits).sum(axis=(2, 3))
+    new_top = jnp.maximum(top, logits.max(axis=3))
+    scale, p = jnp.exp(top - new_top), jnp.exp(logits - new_top[..., None])
+    mass = mass * scale + p.sum(axis=3)
+    moment = moment * scale + (p * logits).sum(axis=3)
     hit = ids == targets[..., None, None]
-    return new_top, mass, moment, chosen + jnp.where(hit, logits, 0.0).sum(axis=(2, 3))
+    return new_top, mass, moment, chosen + jnp.where(hit, logits, 0.0).sum(axis=3)
 
-  zero = jnp.zeros(targets.shape, jnp.float32)
+  # [B, T, P]: parts are put together once, after the loop, not in each slice.
+  zero = jnp.zeros((*targets.shape, cut.parts), jnp.float32)
   start = (jnp.full_like(zero, NEVER), zero, zero, zero)
   top, mass, moment, chosen = jax.lax.fori_loop(0, cut.count, add, start)
-  total = top + jnp.log(mass)
-  return (chosen - total, total - moment / mass), (hidden, head, targets, total)
+  most = top.max(axis=2, keepdims=True)
+  mass, moment = ((x * jnp.exp(top - most)).sum(axis=2) for x in (mass, moment))
+  total = most[..., 0] + jnp.log(mass)
+  found = chosen.sum(axis=2) - total, total - moment / mass
+  return found, (hidden, head, targets, total)
 
 
 def _backward(cut, kept, gradients):
@@ -130,15 +134,17 @@ def _backward(cut, kept, gradients):
     hit = (ids == targets[..., None, None]).astype(jnp.float32)
     d_logits = (hit - jnp.exp(logits - total[..., None, None])) * gradient
     d_logits = d_logits.astype(hidden.dtype)
-    d_hidden += _product('btpv,pvd->btd', d_logits, part)
+    d_hidden += _product('btpv,pvd->btpd', d_logits, part)
     new = _product('btpv,btd->pvd', d_logits, hidden).astype(d_head.dtype)
     new += cut.slice(d_head, i)  # 0, but where the last slice begins earlier
     d_head = jax.lax.dynamic_update_slice_in_dim(d_head, new, cut.start(i), axis=1)
     return d_hidden, d_head
 
-  start = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(split))
+  b, t, d = hidden.shape
+  start = (jnp.zeros((b, t, cut.parts, d), jnp.float32), jnp.zeros_like(split))
   d_hidden, d_head = jax.lax.fori_loop(0, cut.count, add, start)
-  return d_hidden.astype(hidden.dtype), d_head.reshape(head.shape), None
+  d_hidden = d_hidden.sum(axis=2).astype(hidden.dtype)
+  return d_hidden, d_head.reshape(head.shape), None
 
 
 _scored.defvjp(_forward, _backward)

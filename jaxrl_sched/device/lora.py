@@ -11,6 +11,7 @@ the embedding and of the head.
 from collections.abc import Callable
 import dataclasses
 import difflib
+import functools
 from typing import Any
 import zlib
 
@@ -152,6 +153,31 @@ def merge(base: dict, adapters: dict, scale: float) -> dict:
     return weight + scale * product
 
   return map_adapted(one, base, adapters)
+
+
+class Merged:
+  """The base with the adapters of one version merged in.
+
+  Args:
+    base: stays as it is, uncopied, and lends what has no adapter.
+    adapters: a tree like them.
+    at: shardings of the base.
+  """
+
+  def __init__(self, base: dict, adapters: dict, at: dict, scale: float):
+    self._base, self._whole, self._version = base, None, None
+    self._merge = jax.jit(
+      functools.partial(merge, scale=scale),
+      out_shardings=map_adapted(lambda sharding, _: sharding, at, adapters),
+    )
+
+  def by(self, adapters: dict) -> dict:
+    """Made when these adapters are first asked for."""
+    if self._version is not adapters:
+      self._whole = None  # not two of them at a time
+      self._whole = join(self._base, self._merge(self._base, adapters))
+      self._version = adapters
+    return self._whole
 
 
 def fingerprint(parameters: dict, mesh: jax.sharding.Mesh) -> str:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_sched.device import attention, lora, rope
+from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device.lora import Lora
 
 # A logit that no softmax sees, yet finite: -inf would make nan of 0 * logit.
@@ -202,11 +203,14 @@ class Decoder(nnx.Module):
   def embedded(self, tokens):  # [...] -> [..., D]
     return self.embed[...][tokens].astype(self.config.dtype)
 
-  def rows(self, tokens, segments, positions, *, remat=False):
+  def rows(self, tokens, segments, positions, *, remat=False, mesh=None):
     """Packed rows, all [B, T] int32 -> hidden [B, T, D].
 
     A token sees its own segment up to itself. Layers are scanned, so that their
     number does not make compilation longer.
+
+    Args:
+      mesh: over which rows are spread.
     """
     cos, sin = rotation(positions, self.config)
     graph, stacked = nnx.split(self.blocks)
@@ -219,11 +223,19 @@ class Decoder(nnx.Module):
 
     if remat:
       layer = jax.checkpoint(layer, prevent_cse=False)
-    x, _ = jax.lax.scan(layer, self.embedded(tokens), stacked)
+    x = self.embedded(tokens)
+    if mesh is not None:
+      # Else activations would lie as the embedding does, cut along D, and every
+      # device of an fsdp axis would compute all rows.
+      x = jax.lax.with_sharding_constraint(x, meshes.sharding(mesh, 'rows', None, None))
+    x, _ = jax.lax.scan(layer, x, stacked)
     return self.norm(x)
 
   def prefill(self, layers, tokens, segments):
     """k and v of rows that begin at position 0: L pairs, each [B, T, K, H].
+
+    Unrolled as `step` is, since there is one form of the weights: a scan would need
+    them stacked, a second time. Depth makes this one longer to compile.
 
     Args:
       layers: what `unrolled` gave. tokens, segments: [B, T] int32.
@@ -309,10 +321,19 @@ def decoder(config: ModelConfig, parameters: dict) -> Decoder:
 
   Embedding and head are not: they are read in parts, and cast there.
   """
-  graph, state = _skeleton(config)
+  return _filled(*_skeleton(config), _cast(parameters, config, 'blocks'))
+
+
+def _cast(parameters: dict, config: ModelConfig, *names: str) -> dict:
+  """All but the last norm, which is read once and in float32, may be cast."""
+  cast = {name: parameters[name] for name in names if name in parameters}
+  return parameters | jax.tree.map(lambda w: w.astype(config.dtype), cast)
+
+
+def _filled(graph, state, values: dict):
+  """The module with these arrays for the abstract ones of the same names."""
   state = jax.tree.map(lambda x: x, state)  # a copy: the cached one stays abstract
-  cast = jax.tree.map(lambda w: w.astype(config.dtype), parameters['blocks'])
-  nnx.replace_by_pure_dict(state, parameters | {'blocks': cast})
+  nnx.replace_by_pure_dict(state, values)
   return nnx.merge(graph, state)
 
 
@@ -322,7 +343,7 @@ def by_layer(config: ModelConfig, parameters: dict) -> dict:
   Made once for each version of the weights. A decode loop is fastest unrolled, and
   would cut every layer out of the stacks, a copy of all weights, each time it starts.
   """
-  cast = jax.tree.map(lambda w: w.astype(config.dtype), parameters)
+  cast = _cast(parameters, config, 'blocks', 'embed', 'head')
   return _per_layer(cast, config, lambda w, i: w[i])
 
 
@@ -346,17 +367,10 @@ def _per_layer(tree: dict, config: ModelConfig, part) -> dict:
 
 def unrolled(config: ModelConfig, tree: dict) -> tuple[Decoder, list[Block]]:
   """The module over what `by_layer` gave, and its blocks, which it has not itself."""
-  graph, state = _skeleton(config)
-  state = jax.tree.map(lambda x: x, state)
-  nnx.replace_by_pure_dict(state, {k: v for k, v in tree.items() if k != 'layers'})
-  model = nnx.merge(graph, state)
-  graph, state = nnx.split(model.blocks)
-  blocks = []
-  for layer in tree['layers']:
-    state = jax.tree.map(lambda x: x, state)
-    nnx.replace_by_pure_dict(state, layer)
-    blocks.append(nnx.merge(graph, state))
-  return model, blocks
+  outside = {name: value for name, value in tree.items() if name != 'layers'}
+  model = _filled(*_skeleton(config), outside)
+  block = nnx.split(model.blocks)
+  return model, [_filled(*block, layer) for layer in tree['layers']]
 
 
 @functools.partial(jax.jit, static_argnums=1)

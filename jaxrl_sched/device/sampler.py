@@ -238,6 +238,7 @@ class Sampler:
 
   def load(self, parameters, version: int) -> None:
     """From now on samples with these weights."""
+    self._parameters = None  # two versions are never held at a time
     # Cast before they travel: half the bytes where the computation is in bfloat16.
     self._parameters = jax.device_put(self._ready(parameters), self._weights_at)
     self.version = version
