@@ -1,4 +1,4 @@
-"""The quickstart's path in seconds, for tests: the same model, tasks and code.
+"""The quickstart's path in seconds, for tests: the same model and tasks, and snoozing.
 
 python -m jaxrl_sched.train --config=configs/smoke.py --workdir=DIR
 """
@@ -17,6 +17,7 @@ def get_config() -> ConfigDict:
   c.evaluate.every = 3
   c.sampler.slots = 16
   c.scheduler.update(groups_per_step=4, group_size=4)
+  c.snooze = dict(factor=2)
   c.learner.update(rows=4, row_tokens=128)
   c.checkpoint.every = 2
   return c

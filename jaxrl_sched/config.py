@@ -16,25 +16,25 @@ import jax
 
 from jaxrl_sched import settings
 from jaxrl_sched.checks import check_numbers
-from jaxrl_sched.control.draws import Draws
 from jaxrl_sched.control.scheduler import Scheduler
-from jaxrl_sched.device import lora, weights
+from jaxrl_sched.control.snooze import Snooze
+from jaxrl_sched.device import hf_config, hf_folder, lora, weights
 from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.engine import DeviceEngine
 from jaxrl_sched.device.learner import Learner, Loss, make_optimizer
 from jaxrl_sched.device.mesh import make_mesh
 from jaxrl_sched.device.model import ModelConfig
-from jaxrl_sched.device.prompts import (
-  PromptSet,
-  Tokenizer,
+from jaxrl_sched.device.prompts import PromptSet, Tokenizer
+from jaxrl_sched.device.references import References
+from jaxrl_sched.device.sampler import MAX_STOP_IDS, Sampler
+from jaxrl_sched.device.tokenizers import (
   answer_text,
+  build_byte_tokenizer,
+  known_ids,
   load_tokenizer,
   stop_ids,
 )
-from jaxrl_sched.device.references import References
-from jaxrl_sched.device.sampler import MAX_STOP_IDS, Sampler
-from jaxrl_sched.device.tokenizers import build_byte_tokenizer
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
@@ -106,10 +106,11 @@ BLOCKS = {
   'model': _block(Model),
   'lora': _block(lora.Lora, absent='off'),
   'mesh': _block(make_mesh, 'devices', absent='defaults'),
-  'prompts': _block(PromptSet, 'tokenizer'),
+  'prompts': _block(PromptSet, 'tokenizer', 'ids_below'),
   'sampling': _block(Sampling, 'stop_ids'),
   'sampler': _block(SamplerBlock),
-  'scheduler': _block(Scheduler, 'draws', 'prompt_of', 'sampling', 'overlong_filter'),
+  'scheduler': _block(Scheduler, 'source', 'prompt_of', 'sampling', 'overlong_filter'),
+  'snooze': _block(Snooze, 'datasets', 'weights', 'seed', absent='off'),
   'advantage': _block(group_advantages, 'rewards', absent='defaults'),
   'loss': _block(Loss),
   'overlong': _block(overlong_penalty, 'lengths', 'limit', absent='off'),
@@ -199,6 +200,7 @@ class Run:
   c: dict[str, Any]
   tokenizer: Tokenizer
   model: Model
+  shape: ModelConfig
   prompts: PromptSet
   held_out: PromptSet | None
   sampling: Sampling
@@ -245,29 +247,31 @@ def prepare(c: dict[str, Any]) -> Run:
   check_numbers(c)
   model = Model(**c['model'])
   tokenizer = open_tokenizer(model)
-  prompts = PromptSet(**c['prompts'], tokenizer=tokenizer)
+  shape = described_model(model, tokenizer, vocab_parts=c['mesh']['model'])
+  if c['lora'] is not None:
+    lora.Lora(**c['lora']).check_rank(shape)
+  sampling = Sampling(**c['sampling'], stop_ids=end_ids(model, tokenizer, shape))
+  of_model = {'tokenizer': tokenizer, 'ids_below': shape.vocab_used}
+  prompts = PromptSet(**c['prompts'], **of_model)
   evaluate, held_out = None, None
   if c['evaluate'] is not None:
     evaluate = Evaluate(**c['evaluate'])
     # Scores over the short ones only would be another benchmark's.
     changed = {'datasets': evaluate.datasets, 'too_long': 'refuse'}
-    held_out = PromptSet(**c['prompts'] | changed, tokenizer=tokenizer)
-  sampling = Sampling(
-    **c['sampling'],
-    stop_ids=stop_ids(
-      tokenizer, weights.generation_config(model.path) if model.path else None
-    ),
+    held_out = PromptSet(**c['prompts'] | changed, **of_model)
+  # A factor of 0 is a sleep of no pass: plain dynamic sampling.
+  source = Snooze(
+    prompts.sizes, prompts.weights, seed=c['seed'], **c['snooze'] or {'factor': 0.0}
   )
-  draws = Draws(prompts.sizes, prompts.weights, seed=c['seed'])
   scheduler = Scheduler(
-    draws,
+    source,
     prompts.get,
     sampling,
     overlong_filter=c['loss']['overlong_filter'],
     **c['scheduler'],
   )
   groups = c['scheduler']['groups_per_step']
-  for name, quota in draws.quotas(groups).items():
+  for name, quota in source.quotas(groups).items():
     if quota == 0:
       raise ValueError(
         f'dataset {name!r}: weight {prompts.weights[name]} gives it none of '
@@ -278,19 +282,14 @@ def prepare(c: dict[str, Any]) -> Run:
         f'dataset {name!r}: {prompts.sizes[name]} prompts kept (and '
         f'{prompts.dropped[name]} too long), expected at least the {quota} of one batch'
       )
-  if model.init is not None:
-    fresh_model(model, tokenizer)
-  if len(sampling.stop_ids) > MAX_STOP_IDS:
-    raise ValueError(
-      f'stop ids: {len(sampling.stop_ids)} of them, at most {MAX_STOP_IDS}: '
-      f'{sampling.stop_ids}'
-    )
   if c['teacher'] is not None:
-    References(tokenizer).check(prompts.all(), sampling.max_new_tokens)
-  return Run(
+    teacher = References(tokenizer)
+    teacher.check(prompts.all(), sampling.max_new_tokens, shape.vocab_used)
+  run = Run(
     c=c,
     tokenizer=tokenizer,
     model=model,
+    shape=shape,
     prompts=prompts,
     held_out=held_out,
     sampling=sampling,
@@ -301,14 +300,24 @@ def prepare(c: dict[str, Any]) -> Run:
     checkpoint=Checkpoint(**c['checkpoint']),
     scheduler=scheduler,
   )
+  if run.cache_length > shape.max_positions:
+    raise ValueError(
+      f'prompts.max_tokens + max_new_tokens = {run.cache_length}, expected at most the '
+      f"model's {shape.max_positions} positions"
+    )
+  return run
 
 
 def open_tokenizer(model: Model) -> Tokenizer:
   if (model.path is None) == (model.init is None):
     raise ValueError('config.model: expected either path or init')
-  name = model.tokenizer or model.path
+  name = model.path if model.tokenizer is None else model.tokenizer
   if name is None:
     raise ValueError("config.model.tokenizer: missing, expected a folder or 'bytes'")
+  if model.path is not None:
+    # Looked at first: transformers reads it too, and would blame the tokenizer.
+    raw = hf_folder.read_config(weights.folder(model.path))
+    hf_config.read(raw, known_tokens=None, dtype=model.dtype)
   if name != 'bytes':
     return load_tokenizer(weights.folder(name, tokenizer_only=name != model.path))
   with tempfile.TemporaryDirectory() as folder:
@@ -316,9 +325,45 @@ def open_tokenizer(model: Model) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+def described_model(
+  model: Model, tokenizer: Tokenizer, *, vocab_parts: int
+) -> ModelConfig:
+  """The shape of what is trained. The files of the weights are seen to be whole.
+
+  Args:
+    vocab_parts: into how many parts the mesh cuts the vocabulary.
+  """
+  if model.path is None:
+    return fresh_model(model, tokenizer)
+  shape = weights.describe(
+    model.path,
+    dtype=model.dtype,
+    vocab_parts=vocab_parts,
+    known_tokens=known_ids(tokenizer),
+  )
+  weights.check(model.path, shape)
+  return shape
+
+
+def end_ids(model: Model, tokenizer: Tokenizer, shape: ModelConfig) -> tuple[int, ...]:
+  """The ids that end an answer, checked against the model's."""
+  found = stop_ids(
+    tokenizer, None if model.path is None else weights.generation_config(model.path)
+  )
+  if len(found) > MAX_STOP_IDS:
+    raise ValueError(f'stop ids: {len(found)} of them, at most {MAX_STOP_IDS}: {found}')
+  if max(found, default=0) >= shape.vocab_used:
+    raise ValueError(
+      f'tokenizer: its end token {tokenizer.eos_token!r} has id '
+      f'{tokenizer.eos_token_id}, expected one below {shape.vocab_used}, of which the '
+      'model has embeddings'
+    )
+  return found
+
+
 def fresh_model(model: Model, tokenizer: Tokenizer) -> ModelConfig:
   """The shape of `model.init`; the vocabulary is the tokenizer's, unless given."""
-  known = len(tokenizer)
+  known = known_ids(tokenizer)
   sizes = {'vocab_size': known, 'known_tokens': known, 'dtype': model.dtype}
   config = ModelConfig(
     **settings.keywords('config.model.init', sizes | model.init, ModelConfig)
@@ -361,15 +406,11 @@ def build_engine(
   mesh = make_mesh(**run.c['mesh'])
   path = run.model.path
   if path is not None:
-    model, parameters = weights.load(path, mesh=mesh, dtype=run.model.dtype)
-  else:
-    model = fresh_model(run.model, run.tokenizer)
-    parameters = model_lib.init(model, run.c['seed'])
-  if run.cache_length > model.max_positions:
-    raise ValueError(
-      f'prompts.max_tokens + max_new_tokens = {run.cache_length}, expected at most the '
-      f"model's {model.max_positions} positions"
+    model, parameters = weights.load(
+      path, mesh=mesh, dtype=run.model.dtype, known_tokens=run.shape.known_tokens
     )
+  else:
+    model, parameters = run.shape, model_lib.init(run.shape, run.c['seed'])
   trained, description = trained_model(run.c, model, parameters, mesh)
   checkpoints = Checkpoints(
     workdir / 'checkpoints',

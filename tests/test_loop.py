@@ -1,15 +1,15 @@
 """The loop and evaluation on an engine of dictionaries: order, resume, counts."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
+import toys
 from toys import graded
 
 from jaxrl_sched import evaluation, loop
-from jaxrl_sched.control.draws import Draws
 from jaxrl_sched.control.scheduler import Scheduler
+from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.engine import Stopped
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.metrics import Recorder, read_jsonl
@@ -61,12 +61,12 @@ class PaperEngine:
 
   def save(self, control, *, score):
     self.events.append(f'save {self.step}')
-    self.saved[self.step] = json.loads(json.dumps(control)), score
+    self.saved[self.step] = toys.through_files(control), score
 
 
 def run(engine, workdir, *, steps=4, save_every=2, evaluate_every=3, evaluate=True):
   scheduler = Scheduler(
-    Draws({'a': 9}, {'a': 1.0}),
+    Snooze({'a': 9}, {'a': 1.0}, factor=0),
     prompt_of,
     SAMPLING,
     groups_per_step=2,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_sched.device import model
+from jaxrl_sched.device import mixed_state, model
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.types import Completion, Group, Prompt, Request, Sampling
 
@@ -48,6 +48,16 @@ def parameters(config: ModelConfig = CONFIG, seed: int = 0, *, sharpness: float 
   fresh = model.init(config, seed)
   fresh['embed'] = fresh['embed'] * sharpness
   return fresh
+
+
+def written(state):
+  """As a checkpoint holds it."""
+  return mixed_state.dump(state, 'state')
+
+
+def through_files(state):
+  """As a checkpoint gives it back."""
+  return mixed_state.load(*written(state))
 
 
 def table(logits: np.ndarray, config: ModelConfig = TABLE) -> dict:

@@ -1,5 +1,5 @@
-"""What every controller can do. State is JSON: a checkpoint, a log line and a test
-can all carry it."""
+"""What every controller can do. State is JSON and numpy arrays: a checkpoint and a
+test can carry it."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ class Controller(Protocol):
     """Numbers for the log, under the controller's own prefix."""
 
   def state_dict(self) -> dict[str, Any]:
-    """All that a resume needs, JSON-able, and no more."""
+    """All that a resume needs, JSON-able but for arrays, and no more."""
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
     """Raises ValueError for a state that is not this controller's."""

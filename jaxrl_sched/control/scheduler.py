@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_sched.control.base import check_state
-from jaxrl_sched.control.draws import Draws, requests_for
+from jaxrl_sched.control.snooze import Snooze, requests_for
 from jaxrl_sched.types import SAME, Completion, Group, Prompt, Request, Sampling
 
 FATES = ('trained', 'filtered', 'dropped')  # and, until one of them, pending
+_STATE = ('draw', 'yields', 'source', 'carried')
 
 
 @dataclasses.dataclass
@@ -41,7 +42,7 @@ class Scheduler:
   quota are carried into the next batch, once, or dropped.
 
   Args:
-    draws: whose turn it is.
+    source: whose turn it is, and who sleeps.
     prompt_of: (dataset, index) -> Prompt.
     sampling: dataset-independent settings of every request.
     groups_per_step, group_size: of a batch.
@@ -52,7 +53,7 @@ class Scheduler:
 
   def __init__(
     self,
-    draws: Draws,
+    source: Snooze,
     prompt_of: Callable[[str, int], Prompt],
     sampling: Sampling,
     *,
@@ -70,8 +71,8 @@ class Scheduler:
       )
     if surplus not in ('carry', 'drop'):
       raise ValueError(f"scheduler.surplus: {surplus!r}, expected 'carry' or 'drop'")
-    self._draws, self._prompt_of, self._sampling = draws, prompt_of, sampling
-    self._quotas = draws.quotas(groups_per_step)
+    self._source, self._prompt_of, self._sampling = source, prompt_of, sampling
+    self._quotas = source.quotas(groups_per_step)
     self._group_size = group_size
     self._dynamic, self._surplus_rule = dynamic_sampling, surplus
     self._overlong_filter = overlong_filter
@@ -105,7 +106,7 @@ class Scheduler:
     requests = []
     for name, quota in self._quotas.items():
       count = self._wanted(name, quota - len(self._accepted[name]))
-      for index, number in self._draws.peek(name, count):
+      for index, number in self._source.peek(name, count):
         requests.append(
           Request(
             draw=self._draw + len(requests),
@@ -128,8 +129,9 @@ class Scheduler:
     self._round += 1
     self._draw += len(requests)
     for name in self._quotas:
-      count = sum(r.prompt.dataset == name for r in requests)
-      self._draws.advance(name, count)
+      mine = [r for r in requests if r.prompt.dataset == name]
+      picks = [(r.prompt.index, r.dataset_pass) for r in mine]
+      self._source.take(name, picks, [r.draw for r in mine])
 
   def observe(self, groups: Sequence[Group], step: int) -> None:
     """Takes in a round's groups, in draw order."""
@@ -137,6 +139,14 @@ class Scheduler:
     self._seen.extend(groups)
     for group in groups:
       name = group.request.prompt.dataset
+      self._source.observe(
+        name,
+        group.request.prompt.index,
+        group.verdicts,
+        group.request.prompt.max_reward,
+        draw=group.request.draw,
+        drawn_pass=group.request.dataset_pass,
+      )
       if group.size < 2 <= self._group_size:
         self._settled.append((group, 'dropped', 'aborted'))
       elif self._dynamic and np.ptp(group.verdicts) <= SAME:
@@ -213,33 +223,34 @@ class Scheduler:
       if batch:
         share = np.mean([g.request.prompt.dataset == name for g in batch])
         metrics[f'share/{name}'] = float(share)
-    return metrics | self._draws.metrics()
+    return metrics | self._source.metrics()
 
   # --- state, between two steps ---
 
   def freeze(self) -> Callable[[], dict[str, Any]]:
-    """The state as of now, to be written out later, if at all.
+    """The state as of now, to be written out later, if at all, before the next call.
 
     Only between `take_batch` and the next `sent`: no batch may be open. Groups never
     change, so that holding them is enough: tokens are turned into JSON for a save only.
     """
     state = {
       'draw': self._draw,
-      'draws': self._draws.state_dict(),
       'yields': {n: [y.useful, y.generated] for n, y in self._yields.items()},
     }
-    carried = tuple(self._carried)
-    return lambda: state | {'carried': [_pack_group(group) for group in carried]}
+    source, carried = self._source.freeze(), tuple(self._carried)
+    return lambda: (
+      state | {'source': source(), 'carried': [_pack_group(group) for group in carried]}
+    )
 
   def state_dict(self) -> dict[str, Any]:
-    """JSON; when, see `freeze`."""
+    """JSON and small arrays; when, see `freeze`."""
     return self.freeze()()
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
-    check_state('scheduler', state, self.state_dict())
+    check_state('scheduler', state, dict.fromkeys(_STATE))
     check_state('scheduler.yields', state['yields'], self._yields)
     self._draw = state['draw']
-    self._draws.load_state_dict(state['draws'])
+    self._source.load_state_dict(state['source'])
     self._yields = {name: _Yield(*y) for name, y in state['yields'].items()}
     self._carried = [
       _unpack_group(packed, self._prompt_of, self._sampling)

@@ -1,7 +1,8 @@
 """A run's checkpoints: committed whole or not at all, never half loaded.
 
     <directory>/<step>/state/         arrays, by orbax, whatever mesh they lie on
-                       control.json   what the controllers decided by
+                       control.json   what the controllers decided by, its arrays
+                       control.npz    apart
                        pending.json   groups sampled but not yet trained on
                        manifest.json  size and checksum of each file above, the
                                       arrays' shapes, the model, the score
@@ -25,12 +26,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxrl_sched.device import multihost
+from jaxrl_sched.device import mixed_state, multihost
 
 _STEP = re.compile(r'(\d+)(\.orbax-checkpoint-tmp.*)?')
 _WHOLE = re.compile(r'0|[1-9]\d*')
 _TEMPORARY = '.orbax-checkpoint-tmp'  # orbax's own suffix of a step not committed
-_JSON_TYPES = {type(None), bool, int, float, str}
 
 
 class SaveError(RuntimeError):
@@ -70,7 +70,7 @@ class Checkpoints:
     self._keep = keep
     self._model = None if model is None else json.loads(json.dumps(model))
     self._read_only = read_only
-    self._texts: dict[str, str] = {}  # file name -> content, of the step being saved
+    self._small: dict[str, bytes] = {}  # file name -> content, of the step being saved
     self._manifest: dict[str, Any] = {}  # of the step being saved, less its files
     self._saving: futures.Future | None = None
     self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
@@ -118,7 +118,7 @@ class Checkpoints:
     Args:
       step: how many learner steps lie behind this state.
       state: a tree of jax.Array, on any mesh.
-      control: JSON: string keys; numbers come back exactly.
+      control: JSON and numpy arrays: string keys; numbers come back exactly.
       pending: JSON, likewise.
       score: the larger the better; None where nothing was evaluated.
 
@@ -140,17 +140,18 @@ class Checkpoints:
       self._clean()
       if score is not None and not math.isfinite(score):
         raise ValueError(f'Score of step {step}: {score}, expected a finite number')
-      _check_json(control, 'control')
-      _check_json(pending, 'pending')
+      text, npz = mixed_state.dump(control, 'control')
+      mixed_state.check_json(pending, 'pending')
       if self._path(step).exists():
         fault = self._fault(step)
         if fault is None:
           self._add_score(step, score)
           return False
         self._set_aside(step, fault)
-      self._texts = {
-        'control.json': json.dumps(control),
-        'pending.json': json.dumps(pending),
+      self._small = {
+        'control.json': text.encode(),
+        'control.npz': npz,
+        'pending.json': json.dumps(pending).encode(),
       }
       self._manifest = {
         'step': step,
@@ -175,7 +176,7 @@ class Checkpoints:
       like: a tree of jax.ShapeDtypeStruct with shardings, where arrays are to lie.
       step: None passes over damaged steps, with a warning, and renames them
         <step>.damaged, out of the way of a later save.
-      partly: leave out, and do not read, what `like` has not.
+      partly: do not load what `like` has not. Its files are still checked.
 
     Returns:
       (step, state, control, pending), or None where `step` is None and there is
@@ -254,9 +255,9 @@ class Checkpoints:
     """Writes control, pending and manifest: all else is written, nothing committed."""
     step = self._manifest['step']
     path = self._checkpointer.get_temporary_path(self._path(step)).get()
-    for name, text in self._texts.items():
-      (path / name).write_text(text)
-    files = [*_files(path / 'state'), *(path / name for name in self._texts)]
+    for name, content in self._small.items():
+      (path / name).write_bytes(content)
+    files = [*_files(path / 'state'), *(path / name for name in self._small)]
     sizes = {
       file.relative_to(path).as_posix(): self._measure(file) for file in sorted(files)
     }
@@ -328,11 +329,10 @@ class Checkpoints:
       if fault is None:
         self._check_fits(candidate, wanted, partly)
         path = self._path(candidate)
-        control, pending = (
-          json.loads((path / name).read_text())
-          for name in ('control.json', 'pending.json')
+        control = mixed_state.load(
+          (path / 'control.json').read_text(), (path / 'control.npz').read_bytes()
         )
-        return candidate, control, pending
+        return candidate, control, json.loads((path / 'pending.json').read_text())
       if step is not None or self._read_only:
         there = ', '.join(map(str, self.steps())) or 'none'
         raise ValueError(
@@ -469,18 +469,3 @@ def _differences(saved: dict[str, Any], expected: dict[str, Any]) -> str:
     for name in names[:3]
   ]
   return '; '.join(texts + ([f'and {len(names) - 3} more'] if len(names) > 3 else []))
-
-
-def _check_json(value: Any, name: str) -> None:
-  """Refuses what JSON would change unnoticed or cannot hold."""
-  if isinstance(value, dict):
-    for key, item in value.items():
-      if type(key) is not str:
-        raise ValueError(f'{name}: key {key!r}, expected a string')
-      _check_json(item, f'{name}.{key}')
-  elif isinstance(value, list):
-    if not set(map(type, value)) <= _JSON_TYPES:  # lists of numbers are long
-      for i, item in enumerate(value):
-        _check_json(item, f'{name}.{i}')
-  elif type(value) not in _JSON_TYPES:
-    raise ValueError(f'{name}: {type(value).__name__}, expected what JSON can hold')

@@ -1,16 +1,16 @@
 """Dynamic sampling: rounds, quotas, surplus carried once, and counts that add up."""
 
 import collections
-import json
+import dataclasses
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
-from toys import graded
+from toys import graded, through_files, written
 
-from jaxrl_sched.control.draws import Draws
 from jaxrl_sched.control.scheduler import Scheduler
+from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.types import Prompt, Sampling
 
 SIZES = {'a': 12, 'b': 7}
@@ -26,10 +26,10 @@ def prompt_of(dataset, index):
   )
 
 
-def scheduler(sizes=SIZES, weights=None, seed=0, **settings):
-  draws = Draws(sizes, weights or dict.fromkeys(sizes, 1.0), seed=seed)
+def scheduler(sizes=SIZES, weights=None, seed=0, factor=0, **settings):
+  source = Snooze(sizes, weights or dict.fromkeys(sizes, 1.0), factor, seed=seed)
   settings = dict(groups_per_step=4, group_size=2) | settings
-  return Scheduler(draws, prompt_of, Sampling(max_new_tokens=4), **settings)
+  return Scheduler(source, prompt_of, Sampling(max_new_tokens=4), **settings)
 
 
 def play(s, outcome, step=0):
@@ -170,7 +170,7 @@ def test_counts_add_up_and_a_resume_changes_nothing(outcomes, rounds, rule, cut)
   whole, before, after = make(), make(), make()
   expected = run(whole, range(6))
   found = run(before, range(cut))
-  after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+  after.load_state_dict(through_files(before.state_dict()))
   found += run(after, range(cut, 6))
   for (batch, metrics, lines), (batch2, metrics2, lines2) in zip(
     expected, found, strict=True
@@ -202,7 +202,7 @@ def test_after_a_resume_no_more_is_drawn_and_nothing_older_is_trained_on():
   whole, resumed = scheduler(sizes={'a': 50}), scheduler(sizes={'a': 50})
   carried = 0
   for step in range(50, 110):
-    state = json.loads(json.dumps(resumed.state_dict()))
+    state = through_files(resumed.state_dict())
     resumed = scheduler(sizes={'a': 50})
     resumed.load_state_dict(state)
     _, batch, metrics, _ = play(resumed, outcome, step)
@@ -220,7 +220,8 @@ def test_a_frozen_state_is_that_of_its_moment():
   assert now['carried']
   play(s, lambda r: HARD, step=1)
   play(s, lambda r: USEFUL, step=2)
-  assert later() == now != s.state_dict()
+  then = written(later())
+  assert then == written(now) != written(s.state_dict())
 
 
 def test_strange_settings_and_state_are_refused():
@@ -230,3 +231,56 @@ def test_strange_settings_and_state_are_refused():
     scheduler(groups_per_step=0)
   with pytest.raises(ValueError, match='expected'):
     scheduler().load_state_dict({'draw': 1})
+
+
+# --- snoozing (its own promises are in test_snooze.py) -------------------------------
+
+
+def test_solved_prompts_are_not_asked_for_while_they_sleep():
+  """8 prompts, of which 4 are always solved, groups of 8, a factor of 3: a solved one
+  is sampled in passes 0, 4, 8 ... only, and no useful one is ever left out."""
+  s = scheduler(
+    sizes={'a': 8}, factor=3, groups_per_step=4, group_size=8, dynamic_sampling=False
+  )
+  seen = collections.defaultdict(list)
+
+  def outcome(request):
+    seen[request.prompt.index].append(request.dataset_pass)
+    return [1.0] * 8 if request.prompt.index < 4 else [1.0] * 4 + [0.0] * 4
+
+  for step in range(30):
+    play(s, outcome, step)
+  last = max(max(passes) for passes in seen.values())
+  assert last >= 9
+  for index, passes in seen.items():
+    whole = [p for p in passes if p < last]  # the last pass may not be over
+    assert whole == list(range(0, last, 4 if index < 4 else 1)), index
+
+
+def test_a_dataset_that_is_solved_still_gets_its_requests():
+  """All of it sleeps: the ones that would wake first are woken, the step ends."""
+  s = scheduler(sizes={'a': 5, 'b': 50}, factor=100, group_size=8, max_rounds=3)
+
+  def outcome(request):
+    solved = request.prompt.dataset == 'a'
+    return [1.0] * 8 if solved else [1.0] * 4 + [0.0] * 4
+
+  for step in range(6):
+    rounds, batch, metrics, _ = play(s, outcome, step)
+    assert len(rounds) == 3
+    assert {r.prompt.dataset for r in rounds[-1]} == {'a'}
+    assert {g.request.prompt.dataset for g in batch} == {'b'}
+  assert metrics['snooze/early_wakes/a'] > 0 == metrics['snooze/early_wakes/b']
+  assert metrics['snooze/asleep/a'] == 1.0
+
+
+def test_a_shaped_reward_does_not_hide_that_a_prompt_is_solved():
+  """The verdict decides, before any penalty for length."""
+  s = scheduler(sizes={'a': 4}, factor=9, groups_per_step=4, group_size=8, max_rounds=1)
+  requests = s.plan(0)
+  s.sent(requests)
+  shaped = np.linspace(0.5, 1.0, 8).astype(np.float32)
+  groups = [graded(r, [1.0] * 8, version=0) for r in requests]
+  s.observe([dataclasses.replace(g, rewards=shaped) for g in groups], 0)
+  _, metrics, _ = s.take_batch()
+  assert metrics['snooze/asleep/a'] == 1.0

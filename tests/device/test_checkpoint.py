@@ -134,12 +134,33 @@ def test_control_and_pending_come_back_exactly(tmp_path):
   assert type(got['p'][0][1]) is int and got['on'] is True
 
 
+def test_arrays_of_the_controllers_come_back_as_they_were(tmp_path):
+  """Every dtype, empty ones, nested; beside JSON that looks a little like them."""
+  control = {
+    'a': {'b': [np.arange(5, dtype=np.int8), {'c': np.zeros((2, 0), np.uint16)}]},
+    'd': np.array([0.1, np.nan, -np.inf]),
+    'e': {'array0': 'array0'},
+  }
+  save(Checkpoints(tmp_path), 1, control=control)
+  _, _, got, _ = Checkpoints(tmp_path).restore(like(state_of(1)))
+  for found, expected in (
+    (got['a']['b'][0], control['a']['b'][0]),
+    (got['a']['b'][1]['c'], control['a']['b'][1]['c']),
+    (got['d'], control['d']),
+  ):
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+  assert got['e'] == control['e']
+
+
 @pytest.mark.parametrize(
   'control, message',
   [
     ({'naps': {3: 1}}, r'control\.naps: key 3, expected a string'),
     ({'a': [1, np.float32(2)]}, r'control\.a\.1: float32'),
     ({'a': (1, 2)}, r'control\.a: tuple'),
+    ({'a': np.array([None])}, r'control\.a: ndarray'),
+    ({'a': {'__array__': 'x'}}, r"control\.a: key '__array__'"),
   ],
 )
 def test_what_json_would_change_is_refused(tmp_path, control, message):
@@ -283,7 +304,7 @@ def test_no_damage_to_any_file_is_loaded(tmp_path, damage):
       assert names(broken) == {'1', '2.damaged'}
   # Two of them are notes that orbax makes after the manifest, and nothing reads.
   unread = {'_CHECKPOINT_METADATA', 'commit_success.txt'} & {p.name for p in files}
-  assert passed_over == len([p for p in files if len(p.parts) > 2]) + 3
+  assert passed_over == len([p for p in files if len(p.parts) > 2]) + 4  # control twice, pending, manifest
   assert len(files) - passed_over == len(unread)
 
 
@@ -551,4 +572,5 @@ def test_the_manifest_names_every_file_of_the_state(tmp_path):
     for p in (tmp_path / '1' / 'state').rglob('*')
     if p.is_file()
   }
-  assert set(manifest['files']) == state | {'control.json', 'pending.json'}
+  small = {'control.json', 'control.npz', 'pending.json'}
+  assert set(manifest['files']) == state | small

@@ -1,0 +1,338 @@
+"""Difficulty tiers: hard prompts wait, easy ones may go, the informative middle counts
+double. From pass rates that other policies had: they choose weights, never verdicts.
+
+Each (dataset, tier) is a stream, '<dataset>/<tier>': a dataset of its own for whatever
+draws prompts. Weights are a function of the step and of the recorded release.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import json
+import math
+import os
+from typing import Any
+import zlib
+
+import numpy as np
+
+from jaxrl_sched.control.base import check_state
+
+VERSION = 1
+TIERS = ('hard', 'medium', 'easy')
+MARGIN = 1e-9  # a mean of rates of 0.05 may be rounded to more
+
+
+def tier(rate: float, low: float = 0.05, high: float = 0.95) -> str:
+  """'hard' up to `low`, 'easy' from `high` on, else 'medium'."""
+  if not 0 <= rate <= 1:
+    raise ValueError(f'pass rate {rate}, expected 0 to 1')
+  return TIERS[int(_tiers(np.array([rate]), low, high)[0])]
+
+
+def _tiers(rates: np.ndarray, low: float, high: float) -> np.ndarray:
+  """[n] int8, places in TIERS. No rate (NaN) is medium."""
+  found = np.ones(len(rates), np.int8)
+  found[rates >= high - MARGIN] = 2
+  found[rates <= low + MARGIN] = 0
+  return found
+
+
+def read_rates(
+  tables: str | os.PathLike | Sequence[str | os.PathLike],
+  ids: Mapping[str, Iterable[str]],
+  *,
+  unknown: str = 'refuse',
+) -> dict[str, np.ndarray]:
+  """The pass rate of each prompt, the mean over the models that a table speaks of.
+
+  Args:
+    tables: JSONL files of {'id': text, 'pass_rate': 0 to 1} and, where several models
+      share a file, 'model': text. Other keys are not looked at.
+    ids: dataset -> the id of each of its prompts ('<dataset>/<id>'), in order.
+    unknown: 'refuse' ids that no prompt has, or 'skip' them: those of prompts too
+      long for this run, say.
+
+  Returns:
+    dataset -> [n] float64, NaN for a prompt that no table has.
+
+  Raises:
+    ValueError: names file and line.
+  """
+  if unknown not in ('refuse', 'skip'):
+    raise ValueError(f"tiers.unknown: {unknown!r}, expected 'refuse' or 'skip'")
+  tables = [tables] if isinstance(tables, str | os.PathLike) else tables
+  if not tables:
+    raise ValueError('tiers.table: none, expected a path or several')
+  place: dict[str, int] = {}
+  sizes = {}
+  for name, names in ids.items():
+    before = len(place)
+    for key in names:
+      if key in place:
+        raise ValueError(f'tiers: two prompts have the id {key!r}')
+      place[key] = len(place)
+    sizes[name] = len(place) - before
+  total, models = np.zeros(len(place)), np.zeros(len(place), np.int32)
+  seen: dict[str, np.ndarray] = {}  # model -> prompts it has a rate for
+  for path in tables:
+    before = models.sum()
+    for where, key, rate, model in _lines(path):
+      if key not in place:
+        if unknown == 'skip':
+          continue
+        raise ValueError(
+          f"{where}: id {key!r} is of no prompt, expected '<dataset>/<id>' with a "
+          f'dataset of {[*sizes]}'
+        )
+      i = place[key]
+      if model not in seen:
+        seen[model] = np.zeros(len(place), bool)
+      if seen[model][i]:
+        raise ValueError(f'{where}: id {key!r} comes twice for model {model!r}')
+      seen[model][i] = True
+      total[i] += rate
+      models[i] += 1
+    if models.sum() == before:
+      raise ValueError(f'{path}: no pass rate of any prompt in it')
+  rates = np.where(models > 0, total / np.maximum(models, 1), np.nan)
+  return dict(
+    zip(sizes, np.split(rates, np.cumsum([*sizes.values()])[:-1]), strict=True)
+  )
+
+
+def _lines(path: str | os.PathLike):
+  """(where, id, rate, model) of each line. The model is the file, unless it says."""
+  try:
+    file = open(path, 'rb')
+  except OSError as error:
+    raise ValueError(f'{path}: cannot be read: {error.strerror}') from None
+  with file:
+    for number, line in enumerate(file, 1):
+      line = line.removeprefix(b'\xef\xbb\xbf') if number == 1 else line
+      if not line.strip():
+        continue
+      where = f'{path}, line {number}'
+      try:
+        record = json.loads(line.decode())
+      except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f'{where}: not JSON: {error}') from None
+      if not isinstance(record, dict):
+        raise ValueError(f'{where}: expected an object, found {record!r:.40}')
+      key, rate = record.get('id'), record.get('pass_rate')
+      model = record.get('model', str(path))
+      if not isinstance(key, str) or not isinstance(model, str):
+        wrong = 'id' if not isinstance(key, str) else 'model'
+        raise ValueError(f'{where}: {wrong} {record.get(wrong)!r:.40}, expected text')
+      number_like = isinstance(rate, int | float) and not isinstance(rate, bool)
+      if not number_like or not 0 <= rate <= 1:
+        raise ValueError(f'{where}: pass_rate {rate!r:.40}, expected 0 to 1')
+      yield where, key, rate, model
+
+
+class Tiers:
+  """Which stream a prompt is in, and how much each stream counts.
+
+  A stream of tier t gets w_d v_t / (sum of v over the dataset's live tiers), with
+  v_t = (prompts in it) * boost_t, of the weight w_d of its dataset.
+
+  Args:
+    rates: dataset -> [n] pass rates, NaN where unknown (medium); see `read_rates`.
+    weights: dataset -> its share of a batch.
+    steps: planned for the run.
+    low, high: hard up to, easy from on.
+    boost: of hard, medium and easy prompts.
+    release: hard prompts are drawn from this share of the steps on; 1 is never.
+    drop_easy: easy ones are never drawn.
+  """
+
+  def __init__(
+    self,
+    rates: Mapping[str, np.ndarray],
+    weights: Mapping[str, float],
+    *,
+    steps: int,
+    low: float = 0.05,
+    high: float = 0.95,
+    boost: tuple = (1.0, 2.0, 1.0),
+    release: float = 0.5,
+    drop_easy: bool = False,
+  ):
+    _check(rates, weights, steps, low, high, boost, release)
+    self._weights = {name: float(weights[name]) for name in rates}
+    self._boost = dict(zip(TIERS, map(float, boost), strict=True))
+    # Rounding must not put a release at 0.55 of 100 steps off to step 56.
+    self._release_at = math.ceil(release * steps - MARGIN)
+    self._streams: dict[str, tuple[str, np.ndarray]] = {}
+    self._of: dict[str, dict[str, str]] = {}  # dataset -> tier -> stream
+    for name, known in rates.items():
+      found = _tiers(np.asarray(known, np.float64), low, high)
+      self._of[name] = {}
+      for t, label in enumerate(TIERS):
+        indices = np.flatnonzero(found == t).astype(np.int32)
+        if len(indices) and not (label == 'easy' and drop_easy):
+          stream = self._of[name][label] = f'{name}/{label}'
+          self._streams[stream] = name, indices
+      self._check_live(name, np.bincount(found, minlength=3))
+
+    # How many prompts, and which, by a checksum: what a resume must find again.
+    self._described = {
+      stream: [len(indices), zlib.crc32(indices.astype('<i4').tobytes())]
+      for stream, (_, indices) in self._streams.items()
+    }
+
+    # State. `planned` counts the groups asked of each stream since its tiers are live.
+    self._released: int | None = None  # the step of it
+    self._planned = dict.fromkeys(self._streams, 0)
+
+  def _check_live(self, name: str, counts: np.ndarray) -> None:
+    """There must be something to draw in every phase, or the dataset has no share."""
+    for phase, released in (('before', False), ('after', True)):
+      empty = phase == 'before' and self._release_at == 0
+      if not empty and not any(self._values(name, released).values()):
+        told = ', '.join(f'{n} {t}' for n, t in zip(counts, TIERS, strict=True))
+        raise ValueError(
+          f'tiers: dataset {name!r} has {told} prompts, none of which may be drawn '
+          f'{phase} hard ones are released at step {self._release_at}'
+        )
+
+  def _values(self, name: str, released: bool) -> dict[str, float]:
+    """v of the dataset's streams."""
+    return {
+      stream: len(self._streams[stream][1]) * self._boost[label]
+      if label != 'hard' or released
+      else 0.0
+      for label, stream in self._of[name].items()
+    }
+
+  # --- questions ---
+
+  def streams(self) -> dict[str, tuple[str, np.ndarray]]:
+    """Stream -> its dataset and the indices [n] int32 of its prompts there, ascending.
+
+    Empty and dropped ones are not among them; hard ones that wait are.
+    """
+    return dict(self._streams)
+
+  def places(self, dataset: str, indices: Sequence[int]) -> list[tuple[str, int]]:
+    """The stream of each prompt and its place there."""
+    # In the arrays' own type, or searching would convert all of them.
+    wanted = np.asarray(indices, np.int32)
+    found: list[tuple[str, int] | None] = [None] * len(wanted)
+    for stream in self._of[dataset].values():
+      there = self._streams[stream][1]
+      at = np.searchsorted(there, wanted)
+      for i in np.flatnonzero(there[np.minimum(at, len(there) - 1)] == wanted):
+        found[i] = stream, int(at[i])
+    if None in found:
+      i = found.index(None)
+      raise ValueError(f'tiers: prompt {wanted[i]} of {dataset!r} is in no stream')
+    return found
+
+  def weights(self, step: int) -> dict[str, float]:
+    """Stream -> its share of a batch, 0 for one that waits. Sums to the datasets'."""
+    found = {}
+    for name, weight in self._weights.items():
+      values = self._values(name, self._is_released(step))
+      total = sum(values.values())
+      found |= {stream: weight * v / total for stream, v in values.items()}
+    return found
+
+  def quotas(self, step: int, of: Mapping[str, int]) -> dict[str, int]:
+    """Splits each dataset's groups among its streams.
+
+    The split rolls on from step to step, so that a stream whose share of a batch is
+    less than one group gets one now and then, and a dataset's total stays as it is.
+    """
+    weights = self.weights(step)
+    found = dict.fromkeys(self._streams, 0)
+    # From a release on shares are others, and nobody is owed what was before.
+    anew = self._released is None and self._is_released(step)
+    planned = dict.fromkeys(self._streams, 0) if anew else self._planned
+    for name, groups in of.items():
+      live = [stream for stream in self._of[name].values() if weights[stream] > 0]
+      if not live:
+        continue
+      shares = [weights[stream] / self._weights[name] for stream in live]
+      counts = [planned[stream] for stream in live]
+      total = sum(counts)
+      for n in range(total + 1, total + groups + 1):
+        owed = [share * n - c for share, c in zip(shares, counts, strict=True)]
+        first = max(range(len(live)), key=owed.__getitem__)
+        counts[first] += 1
+        found[live[first]] += 1
+    return found
+
+  def _is_released(self, step: int) -> bool:
+    # Once is for good, also where the run is made longer.
+    at = self._release_at if self._released is None else self._released
+    return step >= at
+
+  # --- what happened ---
+
+  def sent(self, step: int, of: Mapping[str, int]) -> None:
+    """The plan of a step, with `quotas(step, of)`, is on its way."""
+    quotas = self.quotas(step, of)
+    if self._released is None and self._is_released(step):
+      self._released = step
+      self._planned = dict.fromkeys(self._streams, 0)
+    for stream, n in quotas.items():
+      self._planned[stream] += n
+
+  def metrics(self) -> dict[str, float]:
+    """Whether hard prompts are released, and the share of each stream of its dataset."""
+    found = {'tiers/released': float(self._released is not None)}
+    for streams in self._of.values():
+      total = max(1, sum(self._planned[s] for s in streams.values()))
+      found |= {f'tiers/share/{s}': self._planned[s] / total for s in streams.values()}
+    return found
+
+  # --- state ---
+
+  def state_dict(self) -> dict[str, Any]:
+    return {
+      'version': VERSION,
+      'streams': {stream: list(d) for stream, d in self._described.items()},
+      'released': self._released,
+      'planned': dict(self._planned),
+    }
+
+  def load_state_dict(self, state: dict[str, Any]) -> None:
+    own = self.state_dict()
+    check_state('tiers', state, own)
+    if state['version'] != VERSION:
+      raise ValueError(
+        f'state of tiers: version {state["version"]}, expected {VERSION}'
+      )
+    check_state('tiers.streams', state['streams'], own['streams'])
+    for stream, described in own['streams'].items():
+      if list(state['streams'][stream]) != described:
+        raise ValueError(
+          f'tiers: stream {stream!r} had {state["streams"][stream][0]} prompts when '
+          f'this run began, now it has {described[0]}, or others: the table, the '
+          'thresholds or the prompts have changed'
+        )
+    check_state('tiers.planned', state['planned'], own['planned'])
+    self._released = state['released']
+    self._planned = {stream: state['planned'][stream] for stream in self._streams}
+
+
+def _check(rates, weights, steps, low, high, boost, release) -> None:
+  def need(good: bool, key: str, value: Any, expected: str) -> None:
+    if not good:
+      raise ValueError(f'tiers.{key}: {value!r}, expected {expected}')
+
+  need(len(rates) > 0, 'rates', dict(rates), 'at least one dataset')
+  for name, known in rates.items():
+    known = np.asarray(known, np.float64)
+    good = np.isnan(known) | (abs(known - 0.5) <= 0.5)
+    good = known.ndim == 1 and known.size > 0 and bool(good.all())
+    need(good, f'rates.{name}', known, 'a rate from 0 to 1, or NaN, for each prompt')
+    weight = weights.get(name)
+    good = weight is not None and 0 < weight < math.inf
+    need(good, f'weights.{name}', weight, 'above 0')
+  need(steps >= 1, 'steps', steps, 'at least 1')
+  need(
+    0 <= low < high <= 1, 'low', low, f'0 or more, below high={high}, that at most 1'
+  )
+  good = len(boost) == 3 and all(0 <= b < math.inf for b in boost)
+  need(good, 'boost', boost, 'three numbers of 0 or more: hard, medium, easy')
+  need(0 <= release <= 1, 'release', release, '0 to 1')

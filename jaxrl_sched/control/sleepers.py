@@ -1,0 +1,222 @@
+"""What is known of each prompt of a dataset, and who of them sleeps.
+
+A row of 20 bytes a prompt. How many are awake and how many wake in which pass is
+counted along, so that no question needs to look at all prompts; but for `earliest`,
+which does so once in a while.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.control.base import check_state
+from jaxrl_sched.control.snooze_rules import LONGEST_STREAK
+
+ACTIVE, SNOOZED, PROBE = 0, 1, 2
+FOREVER = 2**31 - 1  # the wake pass of what shall not wake, and one past the last draw
+
+ROW = np.dtype(
+  [
+    ('state', 'i1'),
+    ('streak', 'i1'),  # easy groups in a row, at most LONGEST_STREAK
+    ('level', 'u2'),  # snoozes in a row
+    ('wake', 'i4'),  # the pass in which it may be drawn again
+    ('last', 'i4'),  # the draw of its newest request, -1: none
+    ('applied', 'i4'),  # the newest draw whose result is in, -1: none
+    ('drawn', 'i4'),  # the pass of its newest request
+  ]
+)
+_CHUNK = 1 << 20  # rows looked at together, so that a search needs little memory
+
+
+class Sleepers:
+  """The rows of one dataset."""
+
+  def __init__(self, size: int):
+    self.size = size
+    rows = np.zeros(size, ROW)
+    rows['last'] = rows['applied'] = -1
+    self._adopt(rows)
+
+  def _adopt(self, rows: np.ndarray) -> None:
+    """Takes rows as they are, and counts them."""
+    self._rows = rows
+    self._active = int(np.count_nonzero(rows['state'] == ACTIVE))
+    self._asleep: dict[int, int] = {}  # wake pass -> how many
+    wakes = rows['wake'][rows['state'] == SNOOZED]
+    for wake, count in zip(*np.unique(wakes, return_counts=True), strict=True):
+      self._asleep[int(wake)] = int(count)
+    self.newest = int(rows['last'].max())  # draw
+    # The next to wake, found when needed: every sleeper whose key is at most `bound`
+    # is in `near` or `fresh`, beside some who are none any more.
+    self._bound: int | None = None
+    self._near = np.empty(0, np.int64)
+    self._fresh: list[int] = []
+    self._log: list[tuple[Any, Any]] | None = None  # rows as they were, see `watch`
+
+  # --- questions ---
+
+  def count(self, number: int) -> int:
+    """How many may be drawn in a pass."""
+    due = sum(count for wake, count in self._asleep.items() if wake <= number)
+    return self._active + due
+
+  def asleep(self, number: int) -> int:
+    """How many sleep through a pass."""
+    return sum(count for wake, count in self._asleep.items() if wake > number)
+
+  def is_asleep(self, indices: np.ndarray) -> np.ndarray:  # [n] -> [n] bool
+    """Whether they sleep, due to wake or not."""
+    return self._rows['state'][indices] == SNOOZED
+
+  def may_be_drawn(self, indices: np.ndarray, number: int) -> np.ndarray:
+    state = self._rows['state'][indices]
+    return (state == ACTIVE) | (
+      (state == SNOOZED) & (self._rows['wake'][indices] <= number)
+    )
+
+  def probes(self) -> np.ndarray:
+    """Those woken and not heard of since, the longest gone first."""
+    indices = np.flatnonzero(self._rows['state'] == PROBE)
+    return indices[np.argsort(self._rows['last'][indices], kind='stable')]
+
+  def earliest(self, n: int) -> np.ndarray:
+    """The n sleepers with the smallest (wake, last), in order; or all, if fewer."""
+    n = min(n, sum(self._asleep.values()))
+    if self._bound is not None:
+      self._tidy()
+    if len(self._near) < n or self._bound is None:
+      self._search(16 * n)
+    return self._near[:n]
+
+  def _keys(self, indices: np.ndarray | slice) -> np.ndarray:
+    wake, last = self._rows['wake'][indices], self._rows['last'][indices]
+    return (wake.astype(np.int64) << 32) + last
+
+  def _tidy(self) -> None:
+    """Puts `near` in order, without those who are none any more."""
+    near = np.unique(np.concatenate([self._near, np.array(self._fresh, np.int64)]))
+    near = near[self.is_asleep(near)]
+    keys = self._keys(near)
+    near, keys = near[keys <= self._bound], keys[keys <= self._bound]
+    self._near, self._fresh = near[np.argsort(keys, kind='stable')], []
+
+  def _search(self, n: int) -> None:
+    """Looks at all prompts for the n who are next to wake."""
+    near = np.empty(0, np.int64)
+    self._bound = np.iinfo(np.int64).max
+    for start in range(0, self.size, _CHUNK):
+      found = np.flatnonzero(self._rows['state'][start : start + _CHUNK] == SNOOZED)
+      near = np.concatenate([near, start + found])
+      if len(near) > n:
+        keys = self._keys(near)
+        self._bound = int(np.partition(keys, n - 1)[n - 1])
+        near = near[keys <= self._bound]
+    self._near, self._fresh = near, []
+    self._tidy()
+
+  # --- changes ---
+
+  def get(self, index: int) -> tuple[int, ...]:
+    """A row, in the order of ROW."""
+    return self._rows[index].item()
+
+  def replace(self, index: int, before: tuple[int, ...], row: tuple[int, ...]) -> None:
+    """Sets a row that `get` has given as `before`."""
+    if self._log is not None:
+      self._log.append((index, before))
+    self._rows[index] = row
+    (old, new), (old_wake, wake) = (before[0], row[0]), (before[3], row[3])
+    self._active += (new == ACTIVE) - (old == ACTIVE)
+    if old == SNOOZED:
+      self._wakes(old_wake, 1)
+    if new == SNOOZED:
+      self._asleep[wake] = self._asleep.get(wake, 0) + 1
+      if self._bound is not None and (wake << 32) + row[4] <= self._bound:
+        self._fresh.append(index)
+        if len(self._fresh) > len(self._near) + 4096:  # nobody asks
+          self._bound, self._near, self._fresh = None, np.empty(0, np.int64), []
+    self.newest = max(self.newest, row[4])
+
+  def _wakes(self, wake: int, count: int) -> None:
+    self._asleep[wake] -= count
+    if not self._asleep[wake]:
+      del self._asleep[wake]
+
+  def take(self, indices: np.ndarray, draws: np.ndarray, numbers: np.ndarray) -> int:
+    """Notes requests, in draw order; an index may come more than once.
+
+    Returns:
+      For how many of them an earlier request was still open.
+    """
+    rows = self._rows
+    before = rows[indices]
+    if self._log is not None:
+      self._log.append((indices, before))
+    once, first = np.unique(indices, return_index=True)
+    is_open = before['last'] > before['applied']
+    repeats = len(indices) - len(once) + int(np.count_nonzero(is_open[first]))
+    woken = once[before['state'][first] == SNOOZED]
+    wakes, counts = np.unique(rows['wake'][woken], return_counts=True)
+    for wake, count in zip(wakes.tolist(), counts.tolist(), strict=True):
+      self._wakes(wake, count)
+    rows['state'][woken] = PROBE
+    rows['last'][indices] = draws  # of equal indices the last one counts
+    rows['drawn'][indices] = numbers
+    self.newest = max(self.newest, int(draws.max(initial=-1)))
+    return repeats
+
+  # --- state ---
+
+  def watch(self) -> list[tuple[Any, Any]]:
+    """Begins to note rows as they were: what `columns` needs to go back to now."""
+    self._log = []
+    return self._log
+
+  def columns(self, log: list | None = None) -> dict[str, np.ndarray]:
+    """The rows now, or as they were when `watch` gave this log."""
+    if log is not None and log is not self._log:
+      raise RuntimeError('this frozen state is past: a later one or a load replaced it')
+    columns = {name: self._rows[name].copy() for name in ROW.names}
+    for indices, before in reversed(log or ()):
+      before = np.asarray(before, ROW)
+      for name, column in columns.items():
+        column[indices] = before[name]
+    return columns
+
+  def load(self, columns: Mapping[str, np.ndarray]) -> None:
+    """Takes columns that `check_columns` has passed."""
+    rows = np.empty(self.size, ROW)
+    for name in ROW.names:
+      rows[name] = columns[name]
+    self._adopt(rows)
+
+
+def check_columns(name: str, columns: Mapping[str, Any], size: int) -> None:
+  """Refuses what no `columns` of a dataset of this size would give."""
+  check_state(name, columns, dict.fromkeys(ROW.names))
+  for key in ROW.names:
+    column, dtype = columns[key], ROW[key]
+    if not isinstance(column, np.ndarray):
+      raise ValueError(f'{name}.{key}: {type(column).__name__}, expected an array')
+    if column.dtype != dtype or column.shape != (size,):
+      raise ValueError(
+        f'{name}.{key}: {column.dtype} {list(column.shape)}, expected {dtype} [{size}]'
+      )
+  ranges = {
+    'state': (ACTIVE, PROBE),
+    'streak': (0, LONGEST_STREAK),
+    'wake': (0, FOREVER),
+    'last': (-1, FOREVER - 1),
+    'applied': (-1, FOREVER - 1),
+    'drawn': (0, FOREVER - 1),
+  }
+  for key, (least, most) in ranges.items():
+    if columns[key].min() < least or columns[key].max() > most:
+      raise ValueError(
+        f'{name}.{key}: {columns[key].min()} to {columns[key].max()}, '
+        f'expected {least} to {most}'
+      )
+  if np.any(columns['applied'] > columns['last']):
+    raise ValueError(f'{name}: a result newer than the newest request')

@@ -1,0 +1,285 @@
+"""Which prompt comes next: passes over each dataset, in which the solved ones sleep.
+
+A prompt whose whole group is right skips the next `factor` passes over its dataset
+and is tried again (AI21, Dynamic Data Snoozing, 2026). A factor of 0 is DAPO's
+dynamic sampling (arXiv 2503.14476), an infinite one filters for good.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.control import sleepers
+from jaxrl_sched.control.base import check_state
+from jaxrl_sched.control.passes import Passes
+from jaxrl_sched.control.quotas import (
+  check_weights,
+  largest_remainder,
+  requests_for,
+  roll,
+)
+from jaxrl_sched.control.sleepers import ACTIVE, FOREVER, PROBE, SNOOZED
+from jaxrl_sched.control.snooze_rules import Naps, delay, verdict_class
+
+__all__ = [
+  'Snooze',
+  'delay',
+  'largest_remainder',
+  'requests_for',
+  'roll',
+  'verdict_class',
+]
+
+VERSION = 1  # of the state
+_KEYS = ('version', 'sizes', 'draw', 'place', 'counters', 'prompts')
+
+
+class Snooze:
+  """Draws prompts, one dataset at a time, and lets the solved ones sleep.
+
+  In the order of the next pass a prompt comes that is active, or asleep and due; a
+  woken one is on probe until its result is in. If all of a dataset sleeps past the
+  next pass, the one that would wake first is woken early, and if all are on probe the
+  one longest gone is asked again: a dataset always gives what it is asked for.
+
+  Cursors, passes and probes are plan state and move in `take` (and `next`); naps
+  are result state and move in `observe`.
+  """
+
+  def __init__(
+    self,
+    datasets: Mapping[str, int],
+    weights: Mapping[str, float],
+    factor: float = 5,
+    growth: float = 1.0,
+    cap: int | None = None,
+    seed: int = 0,
+    *,
+    hard_delay: float = 0,
+  ):
+    """Args:
+    datasets: number of prompts of each.
+    weights: their shares in every batch, up to a common factor.
+    factor: passes that a solved prompt skips; math.inf: all of them.
+    growth: each snooze in a row is this much longer than the one before.
+    cap: no snooze is longer, in passes.
+    seed: the order of a pass depends on it, the dataset's place and the pass.
+    hard_delay: passes that a prompt skips whose whole group is wrong.
+    """
+    for name, size in datasets.items():
+      if not 1 <= size < FOREVER:
+        raise ValueError(f'dataset {name!r}: {size} prompts, expected at least 1')
+    check_weights(datasets, weights)
+    if not seed >= 0:
+      raise ValueError(f'snooze.seed: {seed}, expected 0 or more')
+    self._sizes = {name: int(size) for name, size in datasets.items()}
+    self._weights = dict(weights)
+    self._naps = Naps(factor, growth, cap, hard_delay)
+
+    self._draw = 0  # one past the newest
+    self._of = {
+      name: Passes(seed, place, size)
+      for place, (name, size) in enumerate(self._sizes.items())
+    }
+
+  # --- questions, which change nothing ---
+
+  def quotas(
+    self, n: int, weights: Mapping[str, float] | None = None
+  ) -> dict[str, int]:
+    """How many of n groups come from each dataset, under these weights or its own."""
+    weights = self._weights if weights is None else weights
+    check_weights(self._sizes, weights)
+    parts = largest_remainder(n, [weights[name] for name in self._of])
+    return dict(zip(self._of, parts, strict=True))
+
+  def peek(self, dataset: str, n: int) -> list[tuple[int, int]]:
+    """What n calls of `next` would give, each with its pass."""
+    return self._dataset(dataset).ahead(n).picks()
+
+  def _dataset(self, name: str) -> Passes:
+    if name not in self._of:
+      raise ValueError(f'dataset {name!r}, expected one of {list(self._of)}')
+    return self._of[name]
+
+  # --- plan state ---
+
+  def next(self, dataset: str) -> int:
+    """Draws one prompt. Draw numbers count these calls from 0, over all datasets."""
+    picks = self.peek(dataset, 1)
+    self.take(dataset, picks)
+    return picks[0][0]
+
+  def take(
+    self,
+    dataset: str,
+    picks: Sequence[tuple[int, int]],
+    draws: Sequence[int | None] | None = None,
+  ) -> None:
+    """Draws what `peek` gave.
+
+    Args:
+      picks: (index, pass) of each, as it was peeked: a ValueError if they are not the
+        next ones here, that is, if they were planned in another state.
+      draws: their draw numbers, ascending. A None among them marks one that is passed
+        over without a request (DPPO's prompt level): it counts as visited, its nap
+        stays as it is. None: the next numbers.
+    """
+    of = self._dataset(dataset)
+    ahead = of.ahead(len(picks))
+    if [tuple(pick) for pick in picks] != ahead.picks():
+      raise ValueError(f'dataset {dataset!r}: these prompts are not the next ones here')
+    if draws is None:
+      draws = range(self._draw, self._draw + len(picks))
+    if len(draws) != len(picks):
+      raise ValueError(f'draws: {len(draws)} for {len(picks)} prompts')
+    asked = np.array([draw is not None for draw in draws], bool)
+    draws = np.array([draw for draw in draws if draw is not None], np.int64)
+    before = np.concatenate([[of.rows.newest], draws])
+    if np.any(np.diff(before) <= 0):
+      raise ValueError(f'dataset {dataset!r}: draw numbers that do not ascend')
+    if before[-1] >= FOREVER:
+      raise ValueError(f'draw {before[-1]}, expected less than {FOREVER}')
+    of.take(ahead, asked, draws)
+    self._draw = max(self._draw, int(before[-1]) + 1)
+
+  # --- result state ---
+
+  def observe(
+    self,
+    dataset: str,
+    index: int,
+    verdicts: Sequence[float] | np.ndarray,
+    max_reward: float | None,
+    *,
+    draw: int | None = None,
+    drawn_pass: int | None = None,
+    min_reward: float = 0.0,
+  ) -> None:
+    """Takes in a result; call it in draw order.
+
+    A result that comes late (a newer one of the same prompt is in) or twice changes
+    nothing.
+
+    Args:
+      verdicts: [G], before shaping. Fewer than two (the rest was aborted) say
+        nothing: a prompt on probe goes back to sleep, due when it was.
+      max_reward, min_reward: what the verifier declares. Without a maximum a prompt
+        never sleeps.
+      draw, drawn_pass: of the request. None: those of the prompt's newest request;
+        without a draw number the result always counts.
+    """
+    of = self._dataset(dataset)
+    if not 0 <= index < of.rows.size:
+      raise ValueError(
+        f'dataset {dataset!r}: prompt {index}, expected 0 to {of.rows.size - 1}'
+      )
+    before = of.rows.get(index)
+    state, streak, level, wake, last, applied, drawn = before
+    if draw is None:
+      draw = last
+    elif draw <= applied:
+      return
+    if draw >= FOREVER:
+      raise ValueError(f'draw {draw}, expected less than {FOREVER}')
+    if drawn_pass is None:
+      drawn_pass = of.number if last < 0 else drawn
+    if draw > last:  # not drawn here: taken at its word
+      last, drawn = draw, drawn_pass
+      self._draw = max(self._draw, draw + 1)
+
+    if len(verdicts) < 2:
+      if state == PROBE and draw == last:
+        state = SNOOZED
+    else:
+      kind = verdict_class(verdicts, max_reward, min_reward)
+      if max_reward is None:  # then no prompt sleeps, be it as hard as can be
+        kind = 'useful'
+      asleep = state == SNOOZED
+      streak, level, nap = self._naps.after(kind, len(verdicts), asleep, streak, level)
+      state = SNOOZED if nap else ACTIVE
+      wake = int(min(drawn_pass + 1 + nap, FOREVER)) if nap else wake
+    after = (state, streak, level, wake, last, draw, drawn)
+    of.rows.replace(index, before, after)
+    of.forget_ahead()
+
+  # --- what it tells ---
+
+  def metrics(self) -> dict[str, float]:
+    """Passes; and, if prompts can sleep, the share that does, and counts so far."""
+    metrics = {}
+    for name, of in self._of.items():
+      metrics[f'epoch/{name}'] = of.number + of.cursor / of.rows.size
+      if self._naps.are_any:
+        asleep = of.rows.asleep(of.number) / of.rows.size
+        metrics[f'snooze/asleep/{name}'] = asleep
+        metrics[f'snooze/early_wakes/{name}'] = of.early_wakes
+        metrics[f'snooze/repeats/{name}'] = of.repeats
+    return metrics
+
+  # --- state ---
+
+  def freeze(self) -> Callable[[], dict[str, Any]]:
+    """The state as of now, to be written out later, if at all.
+
+    Costs next to nothing: from here on rows are noted before they change. It holds
+    until the next call or load; a RuntimeError after that.
+    """
+    scalars = self._scalars()
+    logs = {name: of.rows.watch() for name, of in self._of.items()}
+    return lambda: (
+      scalars | {'prompts': {n: of.rows.columns(logs[n]) for n, of in self._of.items()}}
+    )
+
+  def state_dict(self) -> dict[str, Any]:
+    """JSON, but for the arrays in 'prompts': dataset -> column -> [size]."""
+    prompts = {name: of.rows.columns() for name, of in self._of.items()}
+    return self._scalars() | {'prompts': prompts}
+
+  def _scalars(self) -> dict[str, Any]:
+    of = self._of.items()
+    return {
+      'version': VERSION,
+      'sizes': dict(self._sizes),
+      'draw': self._draw,
+      'place': {name: [d.number, d.cursor] for name, d in of},
+      'counters': {name: [d.early_wakes, d.repeats] for name, d in of},
+    }
+
+  def load_state_dict(self, state: dict[str, Any]) -> None:
+    check_state('snooze', state, dict.fromkeys(_KEYS))
+    if state['version'] != VERSION:
+      raise ValueError(f'snooze.version: {state["version"]}, expected {VERSION}')
+    if state['sizes'] != self._sizes:
+      raise ValueError(
+        f'prompts were {state["sizes"]} when this run began, now {self._sizes}'
+      )
+    for key in ('place', 'counters', 'prompts'):
+      check_state(f'snooze.{key}', state[key], self._sizes)
+    draws = [state['draw']]
+    for name, size in self._sizes.items():
+      place, counters = state['place'][name], state['counters'][name]
+      _check_counts(f'snooze.place.{name}', place, (FOREVER - 1, size))
+      _check_counts(f'snooze.counters.{name}', counters, (math.inf, math.inf))
+      columns = state['prompts'][name]
+      sleepers.check_columns(f'snooze.prompts.{name}', columns, size)
+      draws.append(int(columns['last'].max()) + 1)
+    _check_counts('snooze.draw', draws[:1], (FOREVER,))
+    if draws[0] < max(draws):
+      raise ValueError(f'snooze.draw: {draws[0]}, expected at least {max(draws)}')
+    self._draw = state['draw']
+    for name, of in self._of.items():
+      of.early_wakes, of.repeats = state['counters'][name]
+      of.rows.load(state['prompts'][name])
+      of.go_to(*state['place'][name])
+
+
+def _check_counts(key: str, values: Any, most: Sequence[float]) -> None:
+  good = isinstance(values, list) and len(values) == len(most)
+  if not good or not all(
+    type(value) is int and 0 <= value <= limit
+    for value, limit in zip(values, most, strict=True)
+  ):
+    raise ValueError(f'{key}: {values}, expected whole numbers up to {list(most)}')

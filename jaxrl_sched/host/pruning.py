@@ -1,0 +1,421 @@
+"""DPPO, unbiased dynamic pruning: what is left out, and the weight of what is kept.
+
+After arXiv 2603.04135, at two levels: prompts before they are answered, answers
+before they are trained on. Victims are always drawn at random, and what is kept
+weighs the inverse of its *true* chance to be kept. So a sum over what is kept,
+divided by the counts of the *full* batch, is on average the sum over everything:
+with clipping and KL, since it is linear in the terms of the answers. The weight
+multiplies an answer's whole term and enters nothing else.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import math
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.host.scores import MARGIN, Scores
+
+RULES = ('fixed', 'coins', 'balanced')
+REGIMES = ('fixed_candidates', 'fill')
+FLOOR = 0.1  # of an answer's chance under 'balanced'; it bounds the weights
+HIGH_RATE = 0.7  # variance is called bounded up to here
+
+# Purposes of random numbers: default_rng((seed, purpose, ...)).
+ANSWERS, PROMPTS = 41, 42
+
+STATE_VERSION = 1
+
+
+def check_rate(name: str, rate: float, *, allow_high_rate: bool = False) -> None:
+  """Refuses a pruning rate of the config that is impossible, or high unasked."""
+  if not 0 <= rate < 1:
+    raise ValueError(f'{name}: {rate}, expected 0 to below 1')
+  if rate > HIGH_RATE and not allow_high_rate:
+    raise ValueError(
+      f'{name}: {rate}, expected at most {HIGH_RATE}, above which the variance grows '
+      'fast; or allow_high_rate=True'
+    )
+
+
+# --- answers ---------------------------------------------------------------------
+
+
+def prune_answers(
+  advantages: np.ndarray,  # [G], from the full group
+  *,
+  rate: float,
+  rule: str = 'fixed',
+  rng: np.random.Generator,
+  floor: float = FLOOR,
+  cost: np.ndarray | None = None,  # [G] above 0, such as lengths
+) -> tuple[np.ndarray, np.ndarray]:
+  """Which answers of a group are trained on.
+
+  The low answers are those whose |advantage| is below the group's mean of it.
+
+  | rule       | who may go                                       | chance to stay     |
+  |------------|--------------------------------------------------|--------------------|
+  | `fixed`    | floor(rate n) of the n low ones, any as likely   | what that leaves   |
+  | `coins`    | each low one by itself, with chance `rate`       | 1 - rate           |
+  | `balanced` | any; about the sum of the chances stay           | see `inclusion`    |
+
+  `balanced` (ours) has the least variance for its cost and ignores `rate`.
+
+  Returns:
+    keep [G] bool, and weight [G] float64: 1 / chance of the kept, 0 of the others.
+  """
+  pi = inclusion(advantages, rule, rate, floor, cost)
+  if rule == 'balanced':
+    keep = systematic(pi, rng.permutation(pi.size), rng.random())
+  else:
+    keep = _drop(_low(np.abs(advantages)), rate, rule, rng)
+  return keep, np.where(keep, 1 / pi, 0.0)
+
+
+def inclusion(
+  advantages: np.ndarray,  # [G]
+  rule: str = 'fixed',
+  rate: float = 0.5,
+  floor: float = FLOOR,
+  cost: np.ndarray | None = None,  # [G]
+) -> np.ndarray:  # [G] float64, in (0, 1]
+  """The chance of each answer to be kept.
+
+  Under `balanced` it is |advantage| / sqrt(cost) over the largest of these, and
+  `floor` at least. Where all advantages are 0 nothing tells answers apart, and all
+  are kept under every rule.
+  """
+  size = np.abs(np.asarray(advantages, np.float64))
+  if size.ndim != 1 or size.size == 0 or not np.isfinite(size).all():
+    raise ValueError(f'advantages: expected finite numbers [G], got {advantages}')
+  if rule not in RULES:
+    raise ValueError(f'rule: {rule!r}, expected one of {", ".join(RULES)}')
+  check_rate('rate', rate, allow_high_rate=True)
+  if rule != 'balanced':
+    if cost is not None:
+      raise ValueError(f"cost: has no say in rule {rule!r}, expected rule 'balanced'")
+    return _chance(_low(size), rate, rule)
+  if not 0 < floor <= 1:
+    raise ValueError(f'floor: {floor}, expected above 0, at most 1')
+  if size.max() <= MARGIN:
+    return np.ones(size.shape)
+  if cost is not None:
+    cost = np.asarray(cost, np.float64)
+    if cost.shape != size.shape or not (np.isfinite(cost) & (cost > 0)).all():
+      raise ValueError(f'cost: expected {size.size} numbers above 0, got {cost}')
+    size = size / np.sqrt(cost)
+  return np.maximum(floor, size / size.max())
+
+
+def systematic(pi: np.ndarray, order: np.ndarray, u: float) -> np.ndarray:  # [G] bool
+  """A random sample in which i has exactly the chance pi[i].
+
+  In this order the chances are laid end to end; who has one of the points u, u + 1,
+  u + 2, ... (u uniform in [0, 1)) is kept. Their number is the sum of the chances,
+  rounded down or up.
+  """
+  pi, order = np.asarray(pi, np.float64), np.asarray(order)
+  end = np.concatenate([[0.0], np.cumsum(pi[order])])
+  whole = np.floor(end)
+  points = whole + (u < end - whole)  # how many lie below each end
+  keep = np.zeros(pi.shape, bool)
+  keep[order] = np.diff(points) > 0
+  return keep | (pi >= 1)  # whatever rounding did to the sums
+
+
+def effective_sample_size(weights: np.ndarray) -> float:
+  """(sum w)^2 / (n sum w^2) over the n trained answers: 1 for equal weights."""
+  trained = np.asarray(weights, np.float64)
+  trained = trained[trained > 0]
+  if trained.size == 0:
+    raise ValueError('weights: none is above 0, expected at least one')
+  return float(trained.sum() ** 2 / (trained.size * np.square(trained).sum()))
+
+
+def answer_metrics(weights: Sequence[np.ndarray]) -> dict[str, float]:
+  """For the log, from the weights [G] of each group (a prompt's times its answers')."""
+  if not weights:
+    return {}
+  weights = np.concatenate(weights)
+  found = {'dppo/kept': float((weights > 0).mean())}
+  if weights.any():
+    found['dppo/ess'] = effective_sample_size(weights)
+  return found
+
+
+def _low(size: np.ndarray) -> np.ndarray:
+  return size < size.mean() - MARGIN
+
+
+def _victims(low: int, rate: float) -> int:
+  """How many of so many go under 'fixed'; never all."""
+  return min(math.floor(rate * low + 1e-9), max(0, low - 1))
+
+
+def _chance(low: np.ndarray, rate: float, rule: str) -> np.ndarray:
+  pi, count = np.ones(low.shape), np.count_nonzero(low)
+  if count:
+    left = count - _victims(count, rate)
+    pi[low] = 1 - rate if rule == 'coins' else left / count
+  return pi
+
+
+def _drop(low: np.ndarray, rate: float, rule: str, rng) -> np.ndarray:
+  """Who is kept, by 'fixed' or 'coins'."""
+  if rule == 'coins':
+    return ~low | (rng.random(low.size) >= rate)
+  keep, places = np.ones(low.shape, bool), np.flatnonzero(low)
+  keep[rng.permutation(places)[: _victims(places.size, rate)]] = False
+  return keep
+
+
+# --- prompts ---------------------------------------------------------------------
+
+
+def useful_rate(pass_rate, size):
+  """The chance that a group of this size has both right and wrong answers."""
+  return 1 - pass_rate**size - (1 - pass_rate) ** size
+
+
+class PromptPruner:
+  """Skips prompts whose groups had little to teach, before they are answered.
+
+  A prompt's score is the mean |advantage| of its last full group. Low are prompts
+  seen with a score below the mean of their pool: the seen and awake prompts of their
+  dataset.
+
+  | regime             | batch                              | divide by | weight  |
+  |--------------------|------------------------------------|-----------|---------|
+  | `fixed_candidates` | the kept of B candidates           | B         | 1 / pi  |
+  | `fill`             | candidates are drawn until n stay  | n         | C / pi  |
+
+  pi is 1 for prompts that are not low; C is the mean pi of the pool, unseen prompts
+  included. What a step selects hangs on results before it alone, so that it is
+  unbiased over coins and answers together. It may be asked any number of times.
+
+  Args:
+    datasets: how many prompts each has.
+    rate: share of the low prompts that is skipped; any below 1 (see `check_rate`).
+    draw: 'fixed' or 'coins', of `fixed_candidates`; `fill` always tosses coins.
+    final, steps: nothing is pruned in this last part of so many steps; with `steps`
+      None there is no such part.
+    blend: share of a new score in the exponential average.
+    unit: mean |advantage| at a pass rate of 1/2: 1, or 0.5 for those that are only
+      centred. It makes scores of both kinds alike.
+    dynamic_sampling: only useful groups are trained on, so C is weighted with the
+      chance to be useful, from smoothed pass rates. Needs `fill`.
+  """
+
+  def __init__(
+    self,
+    datasets: Mapping[str, int],
+    *,
+    rate: float,
+    regime: str = 'fixed_candidates',
+    draw: str = 'fixed',
+    final: float = 0.125,
+    steps: int | None = None,
+    seed: int = 0,
+    blend: float = 1.0,
+    unit: float = 1.0,
+    dynamic_sampling: bool = False,
+  ):
+    check_rate('rate', rate, allow_high_rate=True)
+    if regime not in REGIMES:
+      raise ValueError(f'regime: {regime!r}, expected one of {", ".join(REGIMES)}')
+    if draw not in ('fixed', 'coins'):
+      raise ValueError(f"draw: {draw!r}, expected 'fixed' or 'coins'")
+    if not 0 <= final <= 1:
+      raise ValueError(f'final: {final}, expected 0 to 1')
+    if steps is not None and steps < 1:
+      raise ValueError(f'steps: {steps}, expected at least 1, or None')
+    if not 0 < blend <= 1:
+      raise ValueError(f'blend: {blend}, expected above 0, at most 1')
+    if not (unit > 0 and math.isfinite(unit)):
+      raise ValueError(f'unit: {unit}, expected above 0')
+    if dynamic_sampling and regime != 'fill':
+      raise ValueError(
+        f"regime: {regime!r} with dynamic sampling, expected 'fill': groups without "
+        'spread count in a fixed set of candidates, and must not be replaced'
+      )
+    for name, count in datasets.items():
+      if count < 1:
+        raise ValueError(f'dataset {name!r}: {count} prompts, expected at least 1')
+    self._rate, self._regime, self._draw, self._seed = rate, regime, draw, seed
+    self._blend, self._unit, self._dynamic = blend, unit, dynamic_sampling
+    self._ends = math.inf
+    if steps is not None:
+      self._ends = math.ceil((1 - final) * steps - 1e-9)
+
+    self._pools = {
+      name: Scores(count, ranked=regime == 'fill') for name, count in datasets.items()
+    }
+
+  # --- plan: nothing changes ---
+
+  def select(
+    self, dataset: str, candidates: Sequence[int], step: int, *, part: int = 0
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Which candidates get answers.
+
+    Calls of one step must differ in `part` (the round) to be independent. Under
+    `fill` a candidate's fate does not hang on how many stand behind it.
+
+    Args:
+      candidates: [C] int, places in the dataset.
+
+    Returns:
+      keep [C] bool, and weight [C] float64, 0 for those skipped.
+    """
+    pool, candidates = self._pool(dataset), self._places(dataset, candidates)
+    low = np.zeros(candidates.shape, bool)
+    if step < self._ends:
+      low = pool.low(candidates)
+    place = list(self._pools).index(dataset)
+    rng = np.random.default_rng((self._seed, PROMPTS, place, step, part))
+    rule = 'coins' if self._regime == 'fill' else self._draw
+    keep = _drop(low, self._rate, rule, rng)
+    weight = 1 / _chance(low, self._rate, rule)
+    if self._regime == 'fill':
+      weight *= self.mean_chance(dataset, step)
+    return keep, np.where(keep, weight, 0.0)
+
+  def fill(
+    self,
+    dataset: str,
+    peek: Callable[[int], Sequence[int]],
+    n: int,
+    step: int,
+    *,
+    part: int = 0,
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Candidates as far as n of them stay, with what `select` says of them.
+
+    Args:
+      peek: m -> the next m candidates, always from the same place.
+
+    Returns:
+      candidates [C] int, all of which were visited; keep [C] bool; weight [C].
+    """
+    if self._regime != 'fill':
+      raise ValueError(f"regime: {self._regime!r} draws no more, expected 'fill'")
+    count = n
+    while True:
+      candidates = np.asarray(peek(count), np.int64)
+      if candidates.size != count:
+        raise ValueError(f'peek: {candidates.size} candidates, expected {count}')
+      keep, weight = self.select(dataset, candidates, step, part=part)
+      if np.count_nonzero(keep) >= n:
+        end = int(np.searchsorted(np.cumsum(keep), n)) + 1 if n > 0 else 0
+        return candidates[:end], keep[:end], weight[:end]
+      count *= 2
+
+  def mean_chance(self, dataset: str, step: int) -> float:
+    """C of `fill`: the mean pi of the dataset's awake prompts.
+
+    With dynamic sampling C_u, each prompt counting with its chance to be useful.
+    """
+    if step >= self._ends:
+      return 1.0
+    return 1 - self._rate * self._pool(dataset).low_share(useful=self._dynamic)
+
+  # --- results ---
+
+  def observe(
+    self,
+    dataset: str,
+    index: int,
+    advantages: np.ndarray,  # [G]
+    *,
+    pass_rate: float | None = None,
+  ) -> None:
+    rates = None if pass_rate is None else [pass_rate]
+    self.observe_many(dataset, [index], [advantages], pass_rates=rates)
+
+  def observe_many(
+    self,
+    dataset: str,
+    indices: Sequence[int],
+    advantages: Sequence[np.ndarray],  # [G] each, of full groups
+    *,
+    pass_rates: Sequence[float] | None = None,
+  ) -> None:
+    """Takes in groups, in draw order.
+
+    Without pass rates the share of positive advantages stands in for them, which is
+    the same for rewards of two values.
+    """
+    pool, indices = self._pool(dataset), self._places(dataset, indices)
+    sizes = np.array([len(a) for a in advantages], np.int64)
+    if sizes.size != indices.size or (sizes == 0).any():
+      raise ValueError(
+        f'advantages: groups of {sizes.tolist()} answers for {indices.size} prompts, '
+        'expected a group of at least 1 for each'
+      )
+    if sizes.size == 0:
+      return
+    flat = np.concatenate(advantages, dtype=np.float64)
+    if not np.isfinite(flat).all():
+      raise ValueError(f'advantages of {dataset!r}: expected finite numbers')
+    starts = np.cumsum(sizes) - sizes
+    scores = np.add.reduceat(np.abs(flat), starts) / sizes / self._unit
+    if pass_rates is None:
+      passed = np.add.reduceat((flat > 0).astype(np.int64), starts)
+    else:
+      passed = np.asarray(pass_rates, np.float64) * sizes
+    useful = useful_rate((passed + 1) / (sizes + 2), sizes)
+    pool.observe(indices, scores, useful, self._blend)
+
+  def sleep(self, dataset: str, indices: Sequence[int]) -> None:
+    """These leave the pool: they are not drawn for a while."""
+    self._pool(dataset).move(np.unique(self._places(dataset, indices)), asleep=True)
+
+  def wake(self, dataset: str, indices: Sequence[int]) -> None:
+    self._pool(dataset).move(np.unique(self._places(dataset, indices)), asleep=False)
+
+  def metrics(self) -> dict[str, float]:
+    found = {}
+    for name, pool in self._pools.items():
+      found[f'dppo/seen/{name}'] = float(pool.seen / max(1, pool.awake))
+      if pool.seen:
+        found[f'dppo/score/{name}'] = pool.mean
+      if self._regime == 'fill':
+        found[f'dppo/mean_chance/{name}'] = self.mean_chance(name, 0)
+    return found
+
+  def state_dict(self) -> dict[str, Any]:
+    pools = {name: pool.state_dict() for name, pool in self._pools.items()}
+    return {'version': STATE_VERSION, 'pools': pools}
+
+  def load_state_dict(self, state: dict[str, Any]) -> None:
+    if state.keys() != {'version', 'pools'} or state['version'] != STATE_VERSION:
+      raise ValueError(
+        f'state of pruning: keys {sorted(state)}, version {state.get("version")}, '
+        f"expected 'pools' and version {STATE_VERSION}"
+      )
+    if state['pools'].keys() != self._pools.keys():
+      raise ValueError(
+        f'state of pruning: datasets {sorted(state["pools"])}, '
+        f'expected {sorted(self._pools)}'
+      )
+    for name, pool in self._pools.items():
+      pool.check(name, state['pools'][name])  # all, before any is loaded
+    for name, pool in self._pools.items():
+      pool.load_state_dict(state['pools'][name])
+
+  def _pool(self, dataset: str) -> Scores:
+    if dataset not in self._pools:
+      raise ValueError(
+        f'dataset: {dataset!r}, expected one of {", ".join(self._pools)}'
+      )
+    return self._pools[dataset]
+
+  def _places(self, dataset: str, indices: Sequence[int]) -> np.ndarray:
+    indices, count = np.asarray(indices, np.int64), self._pools[dataset].score.size
+    if indices.size and not 0 <= indices.min() <= indices.max() < count:
+      raise ValueError(
+        f'prompts of {dataset!r}: {indices.min()} to {indices.max()}, '
+        f'expected 0 to {count - 1}'
+      )
+    return indices
