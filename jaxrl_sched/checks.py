@@ -94,6 +94,8 @@ def _check_choices(c: dict[str, Any], need: Callable) -> None:
   checkpoint = c['checkpoint']
   window = c['learner']['window']
   need(window >= 1, 'learner.window', window, 'at least 1')
+  samples = c['log']['samples']
+  need(samples >= 0, 'log.samples', samples, '0 or more')
   if c['log']['wandb'] is not None and importlib.util.find_spec('wandb') is None:
     raise ValueError(
       "config.log.wandb: set, but wandb is not installed (extra 'wandb')"

@@ -89,6 +89,7 @@ class Checkpoint:
 class Log:
   tensorboard: bool = True
   wandb: dict | None = None
+  samples: int = 2  # groups of each step whose texts are kept; 0: none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
     python -m jaxrl_sched.evaluate --workdir=DIR [--step=N|latest|all] [--hf=FOLDER]
 
-Writes eval/<step>/<dataset>.json and <dataset>.samples.jsonl into the workdir (eval/hf/
-for a folder) and prints a table. Without --config the workdir's own config.json is used.
+Writes eval/<step>/<dataset>.json and <dataset>.samples.jsonl into the workdir
+(eval/hf-<name>/ for a folder of that name) and prints a table. Without --config the
+workdir's own config.json is used.
 """
 
 import pathlib
@@ -38,13 +39,14 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.hf is None:
       names = config.checkpointed_steps(workdir, arguments.step)
     else:
-      names = ['hf']
+      names = [f'hf-{pathlib.Path(arguments.hf).resolve().name}']
     engine = config.build_engine(run, workdir, read_only=True)
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
   try:
     prompts = list(run.held_out.all())
+    print(f'Evaluating {len(prompts)} prompts x {run.evaluate.samples} ...')
     print(f'{"step":>8}  {"dataset":20}{"prompts":>8}{"n":>4}  pass@k', flush=True)
     for name in names:
       if arguments.hf is None:
@@ -63,6 +65,7 @@ def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:
   results = evaluation.evaluate(engine, prompts, sampling, samples=e.samples, k=e.k)
   settings = {
     'step': name,
+    'model': run.model.path,
     'temperature': sampling.temperature,
     'top_k': sampling.top_k,
     'top_p': sampling.top_p,

@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxrl_sched.engine import Engine
 from jaxrl_sched.host.passk import pass_at_k
-from jaxrl_sched.types import Group, Prompt, Request, Sampling
+from jaxrl_sched.metrics import to_json
+from jaxrl_sched.types import Completion, Group, Prompt, Request, Sampling
 
 # Evaluation draws are counted apart, so that they neither meet the noise of training
 # nor depend on when one evaluates: all checkpoints are judged under the same noise.
@@ -84,29 +85,37 @@ def as_metrics(results: dict[str, Result]) -> dict[str, float]:
   }
 
 
+def sample_lines(
+  group: Group, text_of: Callable[[Completion], str]
+) -> list[dict[str, Any]]:
+  """What was asked and said, and what it was worth: a line an answer."""
+  prompt = group.request.prompt
+  return [
+    {
+      'prompt_id': prompt.id,
+      'sample': completion.answer,
+      'reward': float(reward),
+      'finish': completion.finish,
+      'length': len(completion.tokens),
+      'prompt': prompt.text,
+      'truth': prompt.answer,
+      'text': text_of(completion),
+    }
+    for completion, reward in zip(group.completions, group.rewards, strict=True)
+  ]
+
+
 def write(
   results: dict[str, Result],
   folder: pathlib.Path,
-  text_of: Callable[[Any], str],
+  text_of: Callable[[Completion], str],
   settings: dict[str, Any],
 ) -> None:
   """<folder>/<dataset>.json and <dataset>.samples.jsonl, a line an answer."""
   folder.mkdir(parents=True, exist_ok=True)
   for name, result in results.items():
     lines = [
-      json.dumps(
-        {
-          'prompt_id': group.request.prompt.id,
-          'answer': completion.answer,
-          'text': text_of(completion),
-          'reward': float(verdict),
-          'finish': completion.finish,
-          'length': len(completion.tokens),
-        },
-        ensure_ascii=False,
-      )
-      for group in result.groups
-      for completion, verdict in zip(group.completions, group.verdicts, strict=True)
+      to_json(line) for group in result.groups for line in sample_lines(group, text_of)
     ]
     _replace(folder / f'{name}.samples.jsonl', ''.join(f'{line}\n' for line in lines))
     numbers = settings | result.numbers

@@ -9,6 +9,7 @@ needs neither the run's devices nor its data.
 """
 
 import pathlib
+import signal
 import sys
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.hf_config import DTYPES
 from jaxrl_sched.device.model import ModelConfig
+from jaxrl_sched.device.tokenizers import known_ids
 from jaxrl_sched.train import overrides, parser
 
 EPILOG = 'Without --config the settings are those in the workdir.'
@@ -39,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
   arguments, rest = arguments.parse_known_args(argv)
   workdir, out = pathlib.Path(arguments.workdir), pathlib.Path(arguments.out)
   jax.config.update('jax_platforms', 'cpu')
+  # As Ctrl-C does, it raises, so that nothing half written is left behind.
+  before = signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
       raise ValueError(f'--out={out}: exists, expected a new or empty folder')
@@ -50,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     [step] = config.checkpointed_steps(workdir, arguments.step)
     source = config.Model(**c['model'])
     tokenizer = config.open_tokenizer(source)
+    generation = weights.generation_config(source.path) if source.path else None
     model, parameters = checkpointed(c, workdir, step)
     weights.export(
       model,
@@ -57,12 +62,17 @@ def main(argv: list[str] | None = None) -> int:
       out,
       tokenizer=tokenizer,
       stored_dtype=arguments.dtype,
-      generation_config=weights.generation_config(source.path) if source.path else None,
+      generation_config=generation,
       max_shard_bytes=int(arguments.max_shard_gb * 1e9),
     )
   except (ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    print(f'error: stopped, {out} is not written', file=sys.stderr)
+    return 1
+  finally:
+    signal.signal(signal.SIGTERM, before)
   print(f'Step {step} of {workdir} is in {out}, {arguments.dtype}')
   return 0
 
@@ -72,10 +82,12 @@ def checkpointed(
 ) -> tuple[ModelConfig, dict]:
   """The policy's weights at a step, on one device, without the optimizer's state."""
   mesh, source = meshes.make_mesh(), config.Model(**c['model'])
+  tokenizer = config.open_tokenizer(source)
   cut = dict(dtype=source.dtype, vocab_parts=c['mesh'].get('model', 1))
+  cut['known_tokens'] = known_ids(tokenizer)
   base = None
   if source.path is None:
-    plain = config.fresh_model(source, config.open_tokenizer(source))
+    plain = config.fresh_model(source, tokenizer)
     if c['lora'] is not None:
       base = model_lib.init(plain, c['seed'])
   elif c['lora'] is None:

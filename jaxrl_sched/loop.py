@@ -3,7 +3,7 @@
 No jax here: whatever answers to the Engine protocol runs under this loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import time
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.engine import Engine, Stopped
 from jaxrl_sched.metrics import Recorder
+from jaxrl_sched.types import Group
 
 
 def train(
@@ -24,6 +25,7 @@ def train(
   evaluate_every: int,
   evaluate: Callable[[int], tuple[dict[str, float], float | None]] | None,
   advantages_of: Callable[[np.ndarray], np.ndarray],
+  samples_of: Callable[[Sequence[Group]], list[dict[str, Any]]] = lambda groups: [],
 ) -> bool:
   """Runs from `engine.step` to `steps` updates.
 
@@ -34,6 +36,7 @@ def train(
   Args:
     evaluate: step -> metrics and the score by which the best checkpoint is kept.
     advantages_of: rewards of a group [G] -> [G].
+    samples_of: groups of a step's first round -> lines of samples.jsonl.
 
   Returns:
     Whether the run is complete. False: it was asked to stop, and has saved.
@@ -51,9 +54,8 @@ def train(
         recorder.rollouts(step, scheduler.pending())
         recorder.log(step, found)
         break
-      recorder.log(
-        step, found | _step(engine, scheduler, recorder, step, advantages_of)
-      )
+      numbers = _step(engine, scheduler, recorder, step, advantages_of, samples_of)
+      recorder.log(step, found | numbers)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
       recorder.flush()
@@ -63,21 +65,26 @@ def train(
   return True
 
 
-def _step(engine, scheduler, recorder, step, advantages_of) -> dict[str, Any]:
+def _step(
+  engine, scheduler, recorder, step, advantages_of, samples_of
+) -> dict[str, Any]:
   """Step v of GRPO with dynamic sampling, as the algorithm reads."""
-  began = time.perf_counter()
+  began, samples = time.perf_counter(), []
 
   # Sample until the batch is full of groups that can teach something.
   while requests := engine.agree(lambda: scheduler.plan(step)):
     scheduler.sent(requests)
     engine.submit(requests)
-    scheduler.observe(engine.collect(), step)
+    collected = engine.collect()
+    samples = samples or samples_of(collected)
+    scheduler.observe(collected, step)
 
   # Learn from it.
   groups, metrics, lines = scheduler.take_batch()
   learned = engine.learn(groups, [advantages_of(g.rewards) for g in groups])
 
   recorder.rollouts(step, lines)
+  recorder.samples(step, samples)
   took = time.perf_counter() - began
   busy = sum(value for key, value in learned.items() if key.startswith('time/'))
   return metrics | learned | {'time/step_s': took, 'time/idle_s': took - busy}

@@ -1,11 +1,11 @@
 """What a run writes down: JSON lines, a console line, TensorBoard, Weights & Biases.
 
 Numbers are fetched one step late: those of step n, which may still be on their way
-from the accelerators, are turned into Python numbers when step n + 1 is logged, or at
-`flush`. No jax here: `np.asarray` waits for a device array and fetches it.
+from the accelerators, are turned into Python numbers when step n + 1 has got under way
+(`progress`) or is logged, or at `flush`. No jax here: `np.asarray` waits for a device
+array and fetches it.
 """
 
-import collections
 from collections.abc import Callable, Iterator
 import importlib.util
 import json
@@ -13,17 +13,17 @@ import math
 import os
 import pathlib
 import re
-import shutil
 import statistics
 import sys
-import time
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 import uuid
 
 import numpy as np
 
+from jaxrl_sched.console import Console
+
 _PASS_RATE = re.compile(r'eval/.+/pass@1')
-_PLAIN_EVERY_S = 5.0  # a plain console line at most this often
+_FILES = ('metrics', 'rollouts', 'samples')
 
 
 class Recorder:
@@ -41,6 +41,7 @@ class Recorder:
     *,
     steps: int,
     start: int = 0,
+    evaluate_every: int | None = None,
     tensorboard: bool = True,
     wandb: dict[str, Any] | None = None,
     console: bool = True,
@@ -52,6 +53,7 @@ class Recorder:
       steps: of the whole run.
       start: the first step that will be logged. Lines of this and later steps, and a
         last line that was torn when an earlier run was killed, are dropped.
+      evaluate_every: steps between evaluations, for the time that is left.
       tensorboard: whether to write events into `workdir/tensorboard`.
       wandb: keyword arguments of `wandb.init`, or None for no W&B.
       console: whether to print how the run is doing.
@@ -64,14 +66,13 @@ class Recorder:
     self._pending: tuple[int, dict[str, Any]] | None = None
     self._summary = _Summary()
 
-    metrics, rollouts = self.workdir / 'metrics.jsonl', self.workdir / 'rollouts.jsonl'
-    _drop_from(metrics, start)
-    _drop_from(rollouts, start)
-    self._metrics_file = metrics.open('a', encoding='utf-8')
-    self._rollouts_file = rollouts.open('a', encoding='utf-8')
-    for line in iter_jsonl(metrics):
+    paths = {name: self.workdir / f'{name}.jsonl' for name in _FILES}
+    for path in paths.values():
+      _drop_from(path, start)
+    self._files = {n: path.open('a', encoding='utf-8') for n, path in paths.items()}
+    for line in iter_jsonl(paths['metrics']):
       self._summary.add(line)
-    self._console = _Console(steps, sys.stdout) if console else None
+    self._console = Console(steps, sys.stdout, evaluate_every) if console else None
 
     self.loggers: dict[str, Logger] = {}
     if tensorboard:
@@ -107,21 +108,34 @@ class Recorder:
 
   def rollouts(self, step: int, lines: list[dict[str, Any]]) -> None:
     """Writes a line for each group. Arrays become lists, NaN and infinity null."""
+    self._append('rollouts', step, lines)
+
+  def samples(self, step: int, lines: list[dict[str, Any]]) -> None:
+    """Writes what was said in some groups, a line an answer."""
+    self._append('samples', step, lines)
+
+  def progress(self, text: str) -> None:
+    """Shows what is being done within the step that is logged next."""
+    self._write_pending()  # of the step before; its numbers are ready by now
+    if self._console:
+      self._console.progress(self._next, text)
+
+  def _append(self, name: str, step: int, lines: list[dict[str, Any]]) -> None:
     for line in lines:
-      print(_dumps({'step': step} | line), file=self._rollouts_file)
-    self._rollouts_file.flush()
+      print(to_json({'step': step} | line), file=self._files[name])
+    self._files[name].flush()
 
   def flush(self) -> None:
     """Makes sure that all that was logged is on disk: to be called before a save."""
     self._write_pending()
-    for file in (self._metrics_file, self._rollouts_file):
+    for file in self._files.values():
       file.flush()
       os.fsync(file.fileno())
     self._tell(lambda logger: logger.flush())
 
   def close(self) -> None:
     """Writes what is pending and ends; further calls do nothing."""
-    if self._metrics_file.closed:
+    if self._files['metrics'].closed:
       return
     try:
       self.flush()
@@ -129,8 +143,8 @@ class Recorder:
       if self._console:
         self._console.end()
       self._tell(lambda logger: logger.close())
-      self._metrics_file.close()
-      self._rollouts_file.close()
+      for file in self._files.values():
+        file.close()
 
   def say(self, text: str) -> None:
     """Prints a line without spoiling the progress line."""
@@ -146,7 +160,7 @@ class Recorder:
     first and the last evaluation, and the sums 'total/tokens_generated',
     'total/seconds' and 'total/updates' (made, not skipped), each where there is one.
     """
-    if not self._metrics_file.closed:
+    if not self._files['metrics'].closed:
       self._write_pending()
     return self._summary.values()
 
@@ -156,7 +170,7 @@ class Recorder:
     (step, metrics), self._pending = self._pending, None
     values = _finite({k: _number(k, v) for k, v in metrics.items()})
     line = {'step': step} | dict(sorted(values.items()))
-    print(json.dumps(line, allow_nan=False), file=self._metrics_file, flush=True)
+    print(json.dumps(line, allow_nan=False), file=self._files['metrics'], flush=True)
     self._summary.add(line)
     if self._console:
       self._console.step(step, values, self._summary.held_out_last)
@@ -292,8 +306,9 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
   return kept
 
 
-def _dumps(line: dict[str, Any]) -> str:
-  return json.dumps(_plain(line), ensure_ascii=False, allow_nan=False)
+def to_json(line: dict[str, Any]) -> str:
+  """One line. Arrays are lists, NaN and infinity null, and what else JSON lacks text."""
+  return json.dumps(_plain(line), ensure_ascii=False, allow_nan=False, default=str)
 
 
 def _plain(value: Any) -> Any:
@@ -341,73 +356,3 @@ class _Summary:
       values['held_out/first'] = self.held_out_first
       values['held_out/last'] = self.held_out_last
     return values
-
-
-class _Console:
-  """On a terminal one line drawn over and over, elsewhere a line now and then."""
-
-  def __init__(self, steps: int, stream: TextIO):
-    self._steps = steps
-    self._stream = stream
-    self._live = stream.isatty()
-    self._seconds = collections.deque(maxlen=5)  # of the latest steps
-    self._printed_s = -math.inf  # when the last plain line was
-    self._waiting = ''  # a plain line that came too soon after another
-
-  def step(self, step: int, values: dict[str, Any], held_out: float | None) -> None:
-    text = self._text(step, values, held_out)
-    if self._live:
-      width = shutil.get_terminal_size().columns - 1
-      self._stream.write(f'\r\x1b[K{text[:width]}')
-      self._stream.flush()
-      return
-    self._waiting = text
-    if time.monotonic() >= self._printed_s + _PLAIN_EVERY_S:
-      self._print_waiting()
-
-  def say(self, text: str) -> None:
-    print(('\r\x1b[K' if self._live else '') + text, file=self._stream, flush=True)
-
-  def end(self) -> None:
-    if self._live:
-      print(file=self._stream, flush=True)
-    elif self._waiting:
-      self._print_waiting()
-
-  def _print_waiting(self) -> None:
-    print(self._waiting, file=self._stream, flush=True)
-    self._waiting = ''
-    self._printed_s = time.monotonic()
-
-  def _text(self, step: int, values: dict[str, Any], held_out: float | None) -> str:
-    seconds = values.get('time/step_s')
-    # The line after the last step has nothing but that step's evaluation.
-    done = min(step + 1, self._steps)
-    parts = [f'step {done:>{len(str(self._steps))}}/{self._steps}']
-    if 'reward/mean' in values:
-      parts.append(f'reward {values["reward/mean"]:.3f}')
-    if 'pass_rate' in values:
-      parts.append(f'pass rate {values["pass_rate"]:.3f}')
-    if held_out is not None:
-      parts.append(f'held-out {held_out:.3f}')
-    if seconds:
-      self._seconds.append(seconds)
-      if 'rollout/tokens_generated' in values:
-        rate = values['rollout/tokens_generated'] / seconds
-        parts.append(f'{rate:,.0f} tokens/s')
-    if self._seconds and done < self._steps:
-      left = statistics.median(self._seconds) * (self._steps - done)
-      parts.append(f'{duration(left)} left')
-    return ' | '.join(parts)
-
-
-def duration(seconds: float) -> str:
-  """Two units at most: 42s, 3m05s, 2h07m, 1d04h."""
-  whole = round(seconds)
-  if whole < 60:
-    return f'{whole}s'
-  if whole < 3600:
-    return f'{whole // 60}m{whole % 60:02}s'
-  if whole < 86400:
-    return f'{whole // 3600}h{whole % 3600 // 60:02}m'
-  return f'{whole // 86400}d{whole % 86400 // 3600:02}h'

@@ -1,4 +1,4 @@
-"""A run as one page of HTML: headline numbers, plots and the config.
+"""A run as one page of HTML: headline numbers, plots, some answers and the config.
 
 Everything is inside the page: no scripts, no network. What a run did not log is left
 out, so a run of any length and any set of methods has a report.
@@ -16,9 +16,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl_sched import plots
-from jaxrl_sched.metrics import duration, iter_jsonl, read_jsonl
+from jaxrl_sched.console import duration
+from jaxrl_sched.metrics import iter_jsonl, read_jsonl
 
 _TIMES = ('time/generate_s', 'time/reward_s', 'time/learn_s', 'time/idle_s')
+_SAMPLES = 4  # groups, the newest
+_ANSWERS = 4  # of each
+_LONGEST = 3000  # characters of a text; the middle of a longer one is left out
 _FATES = ('trained', 'filtered', 'pending', 'dropped')  # others come after
 
 
@@ -137,6 +141,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     figures = ''.join(_figure(panel, columns) for panel in panels)
     if figures:
       parts.append(f'<h2>{title}</h2><div class="plots">{figures}</div>')
+  parts.append(_samples(workdir / 'samples.jsonl'))
   if config:
     parts.append(f'<h2>Config</h2>{_config_table(config)}')
 
@@ -233,7 +238,8 @@ def _headline(columns: plots.Curves, config: dict[str, Any]) -> str:
     note = f'first and last {few} steps' if few > 1 else ''
     tile('Pass rate in training', f'{first:.3f} → {last:.3f}', note)
   # The line after the last step has nothing but that step's evaluation.
-  ends = [s[-1] for k, (s, _) in columns.items() if not k.startswith(('eval/', 'step'))]
+  evaluation = 'eval/', 'step', 'time/evaluate_s'
+  ends = [s[-1] for k, (s, _) in columns.items() if not k.startswith(evaluation)]
   if ends:
     planned = f'of {config["steps"]:,}' if 'steps' in config else ''
     tile('Steps', f'{max(ends) + 1:,}', planned)
@@ -265,6 +271,38 @@ def _held_out_table(columns: plots.Curves) -> str:
     f'<th>{h}</th>' for h in ('Held-out pass@1', 'first', 'best', 'at step', 'last')
   )
   return f'<table class="numbers"><tr>{head}</tr>{"".join(rows)}</table>'
+
+
+def _samples(path: pathlib.Path) -> str:
+  """What was asked and answered in the newest groups whose texts were kept."""
+  groups: dict[tuple, list[dict[str, Any]]] = {}
+  for line in iter_jsonl(path) if path.exists() else []:
+    groups.setdefault((line['step'], line['draw']), []).append(line)
+    while len(groups) > _SAMPLES:
+      del groups[next(iter(groups))]
+  cards = []
+  for (step, _), lines in groups.items():
+    first = lines[0]
+    rows = ''.join(
+      f'<tr><td>{line["reward"]:.3g}</td><td>{html.escape(line["finish"])}</td>'
+      f'<td><pre>{_text(line["text"])}</pre></td></tr>'
+      for line in lines[:_ANSWERS]
+    )
+    cards.append(
+      f'<table class="samples"><caption>{html.escape(first["prompt_id"])}, step {step}, '
+      f'{min(_ANSWERS, len(lines))} of {len(lines)} answers</caption>'
+      f'<tr><th>prompt</th><td colspan="2"><pre>{_text(first["prompt"])}</pre></td></tr>'
+      f'<tr><th>truth</th><td colspan="2">{_text(json.dumps(first["truth"]))}</td></tr>'
+      f'<tr><th>reward</th><th>finish</th><th>text</th></tr>{rows}</table>'
+    )
+  return '<h2>Samples</h2>' + '\n'.join(cards) if cards else ''
+
+
+def _text(text: str) -> str:
+  if len(text) > _LONGEST:
+    half = _LONGEST // 2
+    text = f'{text[:half]} [...] {text[-half:]}'
+  return html.escape(text)
 
 
 def _config_table(config: dict[str, Any]) -> str:
@@ -352,6 +390,9 @@ tr + tr > * { border-top: 1px solid var(--line); }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 th { color: var(--soft); }
 .numbers td, .numbers th + th { text-align: right; }
+.samples { width: 100%; margin-bottom: 16px; }
+.samples td:last-child { width: 90%; }
+pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px; }
 .config { columns: 360px; column-gap: 14px; }
 .config table { width: 100%; margin-bottom: 16px; break-inside: avoid; }
 .config th { width: 45%; overflow-wrap: anywhere; }

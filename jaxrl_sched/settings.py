@@ -164,7 +164,7 @@ def differences(
 
   None and absence are the same: workdirs are older than keys.
   """
-  old, new = _flat(json.loads(_dumps(old))), _flat(json.loads(_dumps(new)))
+  old, new = _flat(json.loads(dumps(old))), _flat(json.loads(dumps(new)))
   return [
     f'{key}: {old.get(key, "absent")} -> {new.get(key, "absent")}'
     for key in sorted(old.keys() | new.keys())
@@ -180,7 +180,8 @@ def _flat(c: Any, prefix: str = '') -> dict[str, Any]:
   }
 
 
-def _dumps(c: dict[str, Any]) -> str:
+def dumps(c: dict[str, Any]) -> str:
+  """As config.json has it."""
   return json.dumps(c, indent=2, sort_keys=True) + '\n'
 
 
@@ -219,7 +220,7 @@ def check_workdir(
 def write(workdir: pathlib.Path, c: dict[str, Any]) -> None:
   """config.json, whole or not at all."""
   half = workdir / '.config.json.half'
-  half.write_text(_dumps(c), encoding='utf-8')
+  half.write_text(dumps(c), encoding='utf-8')
   half.replace(workdir / 'config.json')
 
 

@@ -4,33 +4,42 @@ python -m jaxrl_sched.train --config=configs/quickstart.py --workdir=DIR
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import functools
 import pathlib
 import signal
 import sys
 import time
+from typing import Any
 
 import numpy as np
 
 from jaxrl_sched import config, evaluation, loop, report, settings
+from jaxrl_sched.console import duration
 from jaxrl_sched.device.checkpoint import SaveError
 from jaxrl_sched.host.advantages import group_advantages
-from jaxrl_sched.metrics import Recorder, duration
+from jaxrl_sched.metrics import Recorder
+from jaxrl_sched.types import Group
 
 EPILOG = """\
 Any setting of the config can be overridden: --config.optimizer.learning_rate=1e-3
 --config.evaluate=None. A config may take an argument: --config=configs/x.py:argument.
 
 The workdir receives config.json, metrics.jsonl (a line a step), rollouts.jsonl (a line
-a group), checkpoints/, tensorboard/ and report.html. SIGTERM or Ctrl-C saves and ends
-with 0; the same command goes on from there. Bad input ends with 2 and one line.
+a group), samples.jsonl (some answers' texts), checkpoints/, tensorboard/ and
+report.html. SIGTERM or Ctrl-C saves and ends with 0; the same command goes on from
+there. Bad input ends with 2 and one line.
 """
 
 
 def parser(
-  name: str, description: str, *, epilog: str = EPILOG, config_needed: bool = True
+  name: str,
+  description: str,
+  *,
+  epilog: str = EPILOG,
+  config_needed: bool = True,
+  workdir_needed: bool = True,
 ) -> argparse.ArgumentParser:
   result = argparse.ArgumentParser(
     prog=f'python -m jaxrl_sched.{name}',
@@ -43,7 +52,7 @@ def parser(
     '--config', required=config_needed, metavar='FILE.py[:ARG]', help='a config file'
   )
   result.add_argument(
-    '--workdir', required=True, metavar='DIR', help='where the run lives'
+    '--workdir', required=workdir_needed, metavar='DIR', help='where the run lives'
   )
   return result
 
@@ -80,9 +89,18 @@ class Stop:
 
 
 def main(argv: list[str] | None = None) -> int:
-  arguments, rest = parser('train', __doc__).parse_known_args(argv)
-  workdir = pathlib.Path(arguments.workdir)
+  command = parser('train', __doc__, workdir_needed=False)
+  command.add_argument(
+    '--print-config', action='store_true', help='every key with its value; then end'
+  )
+  arguments, rest = command.parse_known_args(argv)
   try:
+    if arguments.print_config:
+      print(settings.dumps(config.read(arguments.config, overrides(rest))), end='')
+      return 0
+    if arguments.workdir is None:
+      command.error('the following arguments are required: --workdir')
+    workdir = pathlib.Path(arguments.workdir)
     if '://' in arguments.workdir:
       raise ValueError(f'--workdir={arguments.workdir}: expected a local folder')
     c = config.read(arguments.config, overrides(rest))
@@ -99,7 +117,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _train(run: config.Run, workdir: pathlib.Path) -> int:
-  began, steps = time.perf_counter(), run.c['steps']
+  began, steps, log = time.perf_counter(), run.c['steps'], run.c['log']
+  every = run.evaluate.every if run.evaluate else None
   stop = Stop()
   for name, count in run.prompts.dropped.items():
     if count:
@@ -110,23 +129,37 @@ def _train(run: config.Run, workdir: pathlib.Path) -> int:
     settings.write(workdir, run.c)
     if not stop():
       engine.warm_up(run.longest_prompt)
-    with Recorder(workdir, steps=steps, start=engine.step, **run.c['log']) as recorder:
+      print(
+        f'Built and compiled in {duration(time.perf_counter() - began)}.', flush=True
+      )
+    with Recorder(
+      workdir,
+      steps=steps,
+      start=engine.step,
+      evaluate_every=every,
+      tensorboard=log['tensorboard'],
+      wandb=log['wandb'],
+    ) as recorder:
+      engine.progress = recorder.progress
       complete = loop.train(
         engine,
         run.scheduler,
         recorder,
         steps=steps,
         save_every=run.checkpoint.every,
-        evaluate_every=run.evaluate.every if run.evaluate else 1,
-        evaluate=evaluator(run, engine),
+        evaluate_every=every or 1,
+        evaluate=evaluator(run, engine, recorder.say),
         advantages_of=advantages(run),
+        samples_of=samples(engine, log['samples']),
       )
       summary = recorder.summary()
     page = report.write_report(workdir)
     engine.wait()  # what is said to be saved, is
   took = duration(time.perf_counter() - began) + ' this time' * (resumed is not None)
   if not complete:
-    print(f'Stopped at step {engine.step}, saved. The same command goes on from there.')
+    print(
+      f'Stopped after step {engine.step}, saved. The same command goes on from there.'
+    )
     return 0
   first, last = summary.get('held_out/first'), summary.get('held_out/last')
   if last is not None:
@@ -152,7 +185,7 @@ def _restore(run: config.Run, engine, workdir: pathlib.Path) -> int | None:
       raise ValueError(
         f'config.steps: {run.c["steps"]}, but {workdir} is at {engine.step} already'
       )
-    print(f'Resuming at step {engine.step}.', flush=True)
+    print(f'Resuming after step {engine.step}.', flush=True)
     return engine.step
   damaged = sorted(p.name for p in (workdir / 'checkpoints').glob('*.damaged*'))
   if damaged:
@@ -169,24 +202,45 @@ def advantages(run: config.Run) -> Callable[[np.ndarray], np.ndarray]:
   return functools.partial(group_advantages, **run.c['advantage'])
 
 
-def evaluator(run: config.Run, engine):
+def evaluator(run: config.Run, engine, say: Callable[[str], None]):
   """step -> metrics and score, for the loop; None: nothing is evaluated."""
   if run.evaluate is None:
     return None
-  prompts = list(run.held_out.all())
+  prompts, each = list(run.held_out.all()), run.evaluate.samples
+  told = False
 
   def evaluate(step: int):
+    nonlocal told
     del step
+    if not told:
+      say(f'Evaluating {len(prompts)} prompts x {each} ...')
+      told = True
+    began = time.perf_counter()
     results = evaluation.evaluate(
-      engine,
-      prompts,
-      run.evaluation_sampling(),
-      samples=run.evaluate.samples,
-      k=run.evaluate.k,
+      engine, prompts, run.evaluation_sampling(), samples=each, k=run.evaluate.k
     )
-    return evaluation.as_metrics(results), evaluation.score(results)
+    took = {'time/evaluate_s': time.perf_counter() - began}
+    return evaluation.as_metrics(results) | took, evaluation.score(results)
 
   return evaluate
+
+
+def samples(engine, count: int) -> Callable[[Sequence[Group]], list[dict[str, Any]]]:
+  """Groups of a round, in draw order -> lines of samples.jsonl, of `count` of them."""
+
+  def lines(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    few = min(count, len(groups))
+    # Evenly over the round, which goes from dataset to dataset.
+    chosen = [groups[i * len(groups) // few] for i in range(few)]
+    return [
+      {'draw': group.request.draw} | line
+      for group in chosen
+      for line in evaluation.sample_lines(
+        group, lambda c, s=group.request.sampling: engine.text_of(c, s.stop_ids)
+      )
+    ]
+
+  return lines
 
 
 if __name__ == '__main__':

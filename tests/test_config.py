@@ -1,14 +1,21 @@
 """Bad input: one line naming key, value and what was expected, before any model."""
 
+import json
 import pathlib
 import re
+import shutil
 
+from hf_files import change, edit
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxrl_sched import config, settings, train
+from jaxrl_sched.device.tokenizers import build_byte_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMOKE = str(ROOT / 'configs' / 'smoke.py')
+MODEL = ROOT / 'configs' / 'quickstart_model'
 
 
 def prepared(*overrides):
@@ -211,3 +218,140 @@ def test_bad_data_files_are_refused_by_file_and_line(tmp_path, lines, message):
   with pytest.raises(ValueError, match=re.escape(message)) as error:
     prepared(f'prompts.datasets.sums.source={file}', 'prompts.datasets.sums.options={}')
   assert 'data.jsonl' in str(error.value)
+
+
+# The model that a config names: looked at before anything is built.
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return shutil.copytree(MODEL, tmp_path / 'model')
+
+
+def cut_vocabulary(where: pathlib.Path, rows: int) -> None:
+  name = 'model.embed_tokens.weight'
+  tensor = load_file(where / 'model.safetensors')[name]
+  change(where / 'model.safetensors', **{name: tensor[:rows]})
+  edit(where, vocab_size=rows)
+
+
+def test_what_is_wrong_with_a_model_is_said_before_it_is_built(
+  folder, tmp_path, capsys
+):
+  """I5: settings, header and positions; no workdir is made, nothing is compiled."""
+  file = folder / 'model.safetensors'
+  whole = (folder / 'config.json').read_bytes()
+  for spoil, said in (
+    (lambda: edit(folder, num_hidden_layers=3), 'tensors not used: model.layers.3.'),
+    (lambda: edit(folder, max_position_embeddings=40), "the model's 40 positions"),
+    (lambda: edit(folder, head_dim=31), 'model.head_dim: 31, expected an even number'),
+    (lambda: edit(folder, hidden_act='gelu'), "hidden_act: 'gelu', expected silu"),
+    (
+      lambda: (folder / 'config.json').write_text(''),
+      f'{folder}/config.json: not JSON',
+    ),
+    (lambda: (folder / 'config.json').write_text('[]'), 'config.json: [], expected an'),
+    (
+      lambda: (folder / 'config.json').write_bytes(b'\xff\xfe'),
+      f'{folder}/config.json: not JSON',
+    ),
+    (lambda: (folder / 'config.json').unlink(), 'no such file; there is model.safe'),
+    (lambda: file.write_bytes(file.read_bytes()[:-1]), 'not a whole safetensors file'),
+  ):
+    (folder / 'config.json').write_bytes(whole)
+    spoil()
+    argv = [f'--config={SMOKE}', f'--workdir={tmp_path}/w']
+    assert train.main([*argv, f'--config.model.path={folder}']) == 2
+    out = capsys.readouterr()
+    assert said in out.err and out.err.count('\n') == 1, out.err
+    assert out.out == '' and not (tmp_path / 'w').exists()
+
+
+@pytest.mark.parametrize('path', ['', 'a\nb'])
+@pytest.mark.parametrize('key', ['path', 'tokenizer'])
+def test_a_name_that_is_none_is_refused(key, path):
+  with pytest.raises(ValueError) as error:
+    prepared(f'model.{key}={path}')
+  assert str(error.value).startswith(f'model: {path!r}, expected a folder or a hub id')
+
+
+def test_the_tokens_a_model_may_say_are_those_of_the_tokenizer_configured(
+  folder, tmp_path
+):
+  """Not of the one in its folder: else unknown ids would be sampled."""
+  assert prepared(f'model.path={folder}').shape.known_tokens == 262
+  other = build_byte_tokenizer(tmp_path / 'other')
+  other.add_tokens([f'word{i}' for i in range(20)])
+  other.save_pretrained(folder)
+  name = 'model.embed_tokens.weight'
+  tensor = load_file(folder / 'model.safetensors')[name]
+  more = np.concatenate([tensor, tensor[:38]])
+  change(folder / 'model.safetensors', **{name: more})
+  edit(folder, vocab_size=300)
+  run = prepared(f'model.path={folder}')
+  assert (run.shape.known_tokens, run.shape.vocab_used) == (282, 300)
+  run = prepared(f'model.path={folder}', 'model.tokenizer=bytes')
+  assert run.shape.known_tokens == 262
+  engine = config.build_engine(run, tmp_path / 'w')
+  try:
+    assert engine._learner.config == run.shape
+  finally:
+    engine.close()
+
+
+def test_a_tokenizer_with_more_ids_is_refused_where_they_are_used(folder, tmp_path):
+  """The prompts of the tasks need ids up to 6 + ord('u') = 123."""
+  cut_vocabulary(folder, 124)
+  run = prepared(f'model.path={folder}')
+  assert (run.shape.known_tokens, run.shape.vocab_used) == (124, 124)
+  file = tmp_path / 'd.jsonl'
+  lines = [dict(prompt=p, answer=1, solution='a') for p in 'abcdefgh']
+  file.write_text('\n'.join(map(json.dumps, lines)))
+  data = [
+    f'model.path={folder}',
+    f'prompts.datasets.sums.source={file}',
+    'prompts.datasets.sums.options={}',
+  ]
+  prepared(*data)
+  lines[7]['prompt'] = 'z'
+  file.write_text('\n'.join(map(json.dumps, lines)))
+  refused('d.jsonl, line 8: prompt sums/7 has token 128, expected ids below 124', *data)
+  lines[7] |= dict(prompt='h', solution='z')
+  file.write_text('\n'.join(map(json.dumps, lines)))
+  only = f"prompts.datasets={{'sums': {{'source': '{file}'}}}}"
+  said = "prompt 'sums/7': its solution has token 128, expected ids below 124"
+  refused(said, f'model.path={folder}', only, *TEACHER)
+  (folder / 'generation_config.json').write_text('{}')
+  cut_vocabulary(folder, 2)
+  refused("tokenizer: its end token '<|end|>' has id 2, expected one below 2", *data)
+
+
+TEACHER = ['teacher=solutions', 'scheduler.group_size=1', 'loss.tis_cap=None']
+TEACHER.append('scheduler.dynamic_sampling=False')
+
+
+def refused(message: str, *overrides: str) -> None:
+  with pytest.raises(ValueError, match=re.escape(message)) as error:
+    prepared(*overrides)
+  assert '\n' not in str(error.value)
+
+
+def test_an_odd_end_id_is_refused_with_its_file(folder):
+  file = folder / 'generation_config.json'
+  file.write_text('{"eos_token_id": [2, "3"]}')
+  said = f"{file}: eos_token_id: [2, '3'], expected an id from 0 to 261"
+  refused(said, f'model.path={folder}')
+  file.unlink()
+  edit(folder, eos_token_id=262)
+  refused(f'{folder}/config.json: eos_token_id: 262, exp', f'model.path={folder}')
+
+
+def test_a_teacher_has_something_to_say(tmp_path):
+  file = tmp_path / 'd.jsonl'
+  lines = [dict(prompt=p, answer=1, solution='') for p in 'abcdefgh']
+  file.write_text('\n'.join(map(json.dumps, lines)))
+  refused(
+    "prompt 'sums/0': no solution, needed by teacher",
+    f"prompts.datasets={{'sums': {{'source': '{file}'}}}}",
+    *TEACHER,
+  )

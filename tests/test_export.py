@@ -1,15 +1,18 @@
 """The export command: what a run's checkpoint holds is what transformers reads."""
 
 import json
+import os
 import pathlib
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 
-import jax
+from hf_files import change, edit
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 import torch
@@ -116,12 +119,22 @@ sys.exit(export.main(['--workdir={moved}', '--out={tmp_path / 'out'}']))
   np.testing.assert_array_equal(read['embed'], trained[1]['embed'])
 
 
-def test_the_state_of_the_optimizer_is_not_read(workdir):
+def test_the_state_of_the_optimizer_is_not_loaded(workdir, monkeypatch):
+  """Asked of orbax where it reads arrays: those of the model, and no more."""
+  arrays, loaded = ocp.type_handlers.ArrayHandler, []
+  deserialize = arrays.deserialize
+
+  async def watched(self, infos, args=None):
+    loaded.extend(info.name for info in infos)
+    return await deserialize(self, infos, args)
+
+  monkeypatch.setattr(arrays, 'deserialize', watched)
   c = config.of_workdir(None, workdir, [])
-  before = sum(x.nbytes for x in jax.live_arrays())
   _, parameters = export.checkpointed(c, workdir, 2)
-  held = sum(x.nbytes for x in jax.tree.leaves(parameters))
-  assert sum(x.nbytes for x in jax.live_arrays()) - before < 1.01 * held
+  names = [f'parameters.{name}' for name in hf_tensors.by_key(parameters)]
+  assert sorted(loaded) == sorted(names)
+  saved = json.loads((workdir / 'checkpoints' / '2' / 'manifest.json').read_text())
+  assert len(saved['manifest']['arrays']) > 3 * len(names)  # Adam's two moments, too
 
 
 @pytest.mark.parametrize(
@@ -164,3 +177,44 @@ def test_a_full_disk_ends_in_one_line(workdir, tmp_path, capsys):
   said = capsys.readouterr().err
   assert 'model.safetensors cannot be written' in said and said.count('\n') == 1
   assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_behind(number, workdir, tmp_path, capsys, monkeypatch):
+  """It comes after the first shard; one line, and the signals are as they were."""
+  save, before = weights.save_file, signal.getsignal(number)
+
+  def interrupted(*args, **kwargs):
+    save(*args, **kwargs)
+    os.kill(os.getpid(), number)
+
+  monkeypatch.setattr(weights, 'save_file', interrupted)
+  signals = signal.signal(signal.SIGINT, signal.default_int_handler)
+  try:
+    assert run_export(workdir, tmp_path / 'out', '--max-shard-gb=0.001') == 1
+  finally:
+    signal.signal(signal.SIGINT, signals)
+  out = capsys.readouterr()
+  assert out.err == f'error: stopped, {tmp_path}/out is not written\n' and not out.out
+  assert list(tmp_path.iterdir()) == []
+  assert signal.getsignal(number) == before
+
+
+def test_the_tokenizer_configured_is_exported_with_its_ids(tmp_path):
+  """Not the one in the folder of the weights, which knows more: rows are as it has."""
+  model_folder = shutil.copytree(
+    ROOT / 'configs' / 'quickstart_model', tmp_path / 'model'
+  )
+  richer = transformers.AutoTokenizer.from_pretrained(model_folder)
+  richer.add_tokens(['word'])
+  richer.save_pretrained(model_folder)
+  file = model_folder / 'model.safetensors'
+  table = load_file(file)['model.embed_tokens.weight']
+  change(file, **{'model.embed_tokens.weight': np.concatenate([table, table[:1]])})
+  edit(model_folder, vocab_size=263)
+  argv = [f'--config={SMOKE}', f'--workdir={tmp_path / "w"}', '--config.steps=1']
+  argv += ['--config.evaluate=None', f'--config.model.path={model_folder}']
+  assert train.main([*argv, '--config.model.tokenizer=bytes']) == 0
+  assert run_export(tmp_path / 'w', tmp_path / 'out') == 0
+  exported, _ = weights.load(tmp_path / 'out')
+  assert (exported.known_tokens, exported.vocab_used) == (262, 263)

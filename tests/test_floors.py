@@ -21,6 +21,7 @@ FLOORS = {
   'sim': 2,
   'loop': 3,
   'evaluation': 3,
+  'console': 3,
   'metrics': 3,
   'plots': 3,
   'report': 3,
@@ -38,7 +39,8 @@ FLOORS = {
 APART = ({'device'}, {'sim'})
 HEAVY = {'jax', 'flax', 'optax', 'orbax', 'grain', 'transformers', 'torch'}
 # Above the ground floors too: the simulator runs this very loop without jax.
-WITHOUT_JAX = {'sim', 'loop', 'evaluation', 'metrics', 'plots', 'report', 'simulate'}
+WITHOUT_JAX = {'sim', 'loop', 'evaluation', 'console', 'metrics', 'plots', 'report'}
+WITHOUT_JAX |= {'simulate'}
 FILES = sorted(p for p in ROOT.rglob('*.py') if p.name != '__init__.py')
 
 

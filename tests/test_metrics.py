@@ -1,6 +1,6 @@
 """What the recorder promises: valid JSON, nothing lost or twice, one step late."""
 
-import io
+import fractions
 import json
 import pathlib
 import subprocess
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_sched import metrics
 from jaxrl_sched.metrics import Recorder, read_jsonl
 
 
@@ -186,20 +185,29 @@ def test_rollouts_keep_order_and_take_arrays_and_nan(tmp_path):
   ]
 
 
+def test_a_truth_that_json_does_not_know_is_written_as_text(tmp_path):
+  """A verifier of one's own may compare with anything."""
+  with quiet(tmp_path) as recorder:
+    recorder.samples(0, [{'truth': fractions.Fraction(1, 3)}, {'truth': {1: [np.nan]}}])
+  truths = [line['truth'] for line in strict_lines(tmp_path / 'samples.jsonl')]
+  assert truths == ['1/3', {'1': [None]}]
+
+
 def test_a_resumed_run_writes_the_bytes_of_one_never_stopped(tmp_path):
   def write(folder, steps, start=0):
     with quiet(folder, start=start) as recorder:
       for step in steps:
-        recorder.rollouts(step, [{'draw': step, 'text': 'π', 'rewards': [step / 3]}])
+        recorder.rollouts(step, [{'draw': step, 'rewards': [step / 3]}])
+        recorder.samples(step, [{'text': 'π', 'sample': k} for k in range(2)])
         recorder.log(step, {'loss': np.float32(step) / 3})
 
   write(tmp_path / 'whole', range(6))
   write(tmp_path / 'killed', range(5))
-  for name in ('metrics.jsonl', 'rollouts.jsonl'):  # torn by the kill
+  for name in ('metrics.jsonl', 'rollouts.jsonl', 'samples.jsonl'):  # torn by the kill
     with (tmp_path / 'killed' / name).open('a') as file:
       file.write('{"step": 5, "lo')
   write(tmp_path / 'killed', range(3, 6), start=3)
-  for name in ('metrics.jsonl', 'rollouts.jsonl'):
+  for name in ('metrics.jsonl', 'rollouts.jsonl', 'samples.jsonl'):
     whole = (tmp_path / 'whole' / name).read_bytes()
     assert (tmp_path / 'killed' / name).read_bytes() == whole
 
@@ -249,71 +257,3 @@ def test_the_summary_spans_runs_in_the_same_folder(tmp_path):
   assert summary['total/seconds'] == 4.0
   assert summary['reward/mean'] == 0.5
   assert summary['step'] == 2
-
-
-class Terminal(io.StringIO):
-  def isatty(self):
-    return True
-
-
-STEP = {'reward/mean': 0.5, 'pass_rate': 0.25, 'rollout/tokens_generated': 6000}
-
-
-def show(stream, folder, monkeypatch) -> str:
-  monkeypatch.setattr(sys, 'stdout', stream)
-  with quiet(folder, console=True) as recorder:
-    recorder.log(0, STEP | {'time/step_s': 100.0})  # compiles
-    recorder.log(1, STEP | {'time/step_s': 2.0})
-    recorder.log(2, STEP | {'time/step_s': 3.0, 'eval/sums/pass@1': 0.625})
-    recorder.log(10, {'eval/sums/pass@1': 0.75, 'eval/sort/pass@1': 1.0})
-  return stream.getvalue()
-
-
-def test_a_terminal_has_one_live_line(tmp_path, monkeypatch):
-  monkeypatch.setenv('COLUMNS', '120')
-  shown = show(Terminal(), tmp_path, monkeypatch)
-  assert shown.count('\n') == 1 and shown.endswith('\n')
-  drawn = [text.removeprefix('\x1b[K') for text in shown.rstrip('\n').split('\r')[1:]]
-  # 6000 tokens in 2 s; the median of 100 and 2 s is 51 s, times the 8 steps left.
-  assert drawn[1] == (
-    'step  2/10 | reward 0.500 | pass rate 0.250 | 3,000 tokens/s | 6m48s left'
-  )
-  assert drawn[2] == (
-    'step  3/10 | reward 0.500 | pass rate 0.250 | held-out 0.625 | 2,000 tokens/s'
-    ' | 21s left'
-  )
-  # The last line has only what the last weights scored.
-  assert drawn[3] == 'step 10/10 | held-out 0.875'
-
-
-def test_elsewhere_plain_lines_come_now_and_then_and_the_last_always(
-  tmp_path, monkeypatch
-):
-  lines = show(io.StringIO(), tmp_path, monkeypatch).splitlines()
-  assert len(lines) == 2
-  assert lines[0].startswith('step  1/10 | reward 0.500')
-  assert lines[1] == 'step 10/10 | held-out 0.875'
-
-
-def test_a_line_said_in_between_does_not_run_into_the_live_one(tmp_path, monkeypatch):
-  terminal = Terminal()
-  monkeypatch.setattr(sys, 'stdout', terminal)
-  with quiet(tmp_path, console=True) as recorder:
-    recorder.log(0, STEP)
-    recorder.flush()
-    recorder.say('saved')
-    assert terminal.getvalue().endswith('\r\x1b[Ksaved\n')
-
-
-@pytest.mark.parametrize(
-  'seconds, text',
-  [
-    (0.4, '0s'),
-    (59.6, '1m00s'),
-    (185, '3m05s'),
-    (7620, '2h07m'),
-    (100_800, '1d04h'),
-  ],
-)
-def test_durations_have_two_units(seconds, text):
-  assert metrics.duration(seconds) == text

@@ -55,6 +55,7 @@ def test_the_headline_says_what_the_run_achieved(tmp_path):
   lines = [full_line(step) for step in range(10)]
   lines[0] |= {'eval/sums/pass@1': 0.25, 'eval/sorting/pass@1': 0.5}
   lines.append({'step': 10, 'eval/sums/pass@1': 1.0, 'eval/sorting/pass@1': 0.875})
+  lines[-1]['time/evaluate_s'] = 7.0
   seen = words(fill(tmp_path, lines, config={'steps': 12}))
   assert 'Held-out pass@1 0.375 → 0.938 mean of 2 datasets' in seen
   # Pass rates 0.25, 0.30, ... 0.70: the first five average 0.35, the last five 0.6.
@@ -122,6 +123,29 @@ def test_groups_are_counted_by_fate(tmp_path):
   # The legend has the last step's counts; a fate that nobody foresaw is shown too.
   assert 'groups a step' in seen
   assert 'trained 1 filtered 0 pending 0 dropped 0 pruned 1' in seen
+
+
+def test_the_newest_samples_are_shown(tmp_path):
+  (tmp_path / 'samples.jsonl').write_text(
+    ''.join(
+      json.dumps(
+        {'step': step, 'draw': step, 'prompt_id': f'sums/{step}', 'sample': k}
+        | {'prompt': f'<|user|>asks {step}', 'truth': 40 + step, 'reward': 0.5 * k}
+        | {'text': f'says {step}.{k} <b>' + 9000 * 'x', 'finish': 'stop', 'length': 3}
+      )
+      + '\n'
+      for step in range(6)
+      for k in range(5)
+    )
+  )
+  page = fill(tmp_path, [full_line(step) for step in range(6)])
+  seen = words(page)
+  assert 'asks 1' not in seen and '&lt;b&gt;' in page and '<b>x' not in page
+  for step in (2, 3, 4, 5):
+    assert f'sums/{step}, step {step}, 4 of 5 answers' in seen
+    assert f'prompt &lt;|user|&gt;asks {step} truth 4{step}' in seen
+    assert f'1.5 stop says {step}.3' in seen and f'says {step}.4' not in seen
+  assert len(page) < 150_000  # long texts are cut
 
 
 def test_config_blocks_are_shown_whole(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,7 @@ def test_a_run_leaves_what_it_promises(undisturbed):
     'config.json',
     'metrics.jsonl',
     'rollouts.jsonl',
+    'samples.jsonl',
     'checkpoints',
     'tensorboard',
     'report.html',
@@ -81,6 +83,40 @@ def test_a_run_leaves_what_it_promises(undisturbed):
   for key in ('reward/mean', 'pass_rate', 'loss', 'entropy', 'grad_norm', 'lr', 'kl'):
     assert all(key in m for m in metrics[:6]), key
   assert str(workdir) in out and 'Held-out pass rate' in out
+
+
+def test_the_console_tells_what_it_is_doing_and_how_it_went(undisturbed):
+  _, out = undisturbed
+  assert re.search(r'^Built and compiled in \d+s\.$', out, re.M)
+  assert out.count('Evaluating 16 prompts x 2 ...\n') == 1
+  assert len(re.findall(r'^step 6/6 \| reward', out, re.M)) == 1
+  assert len(re.findall(r'^final evaluation \| held-out \d', out, re.M)) == 1
+
+
+def test_two_groups_of_each_step_can_be_read(undisturbed):
+  """What was asked and said, by groups that rollouts.jsonl has too."""
+  workdir, _ = undisturbed
+  groups = {g['draw']: g for g in lines(workdir, 'rollouts.jsonl')}
+  found = lines(workdir, 'samples.jsonl')
+  assert len(found) == 6 * 2 * 4  # steps, groups, answers
+  for k, line in enumerate(found):
+    group = groups[line['draw']]
+    assert line['step'] == k // 8 and line['sample'] == k % 4
+    assert line['prompt_id'] == group['prompt_id']
+    for one, many in (
+      ('reward', 'rewards'),
+      ('finish', 'finish'),
+      ('length', 'lengths'),
+    ):
+      assert line[one] == group[many][k % 4]
+    # Both tasks ask for a number, and their answers end with it.
+    assert line['prompt'].startswith('<|bos|><|user|>')
+    right = line['text'].split('=')[-1] == str(line['truth'])
+    assert right == (line['reward'] == 1)
+  # At first a round has groups of both datasets; later one may have what it needs.
+  assert found[0]['prompt_id'].startswith('last_digits/')
+  assert found[4]['prompt_id'].startswith('sums/')
+  assert len({line['draw'] for line in found}) == 12
 
 
 def test_no_step_compiles(undisturbed):
@@ -127,7 +163,8 @@ def test_killed_at_three_instants_a_run_writes_the_same(undisturbed, tmp_path):
   finish(start(tmp_path))
   workdir, _ = undisturbed
   assert lines(tmp_path) == lines(workdir)
-  assert lines(tmp_path, 'rollouts.jsonl') == lines(workdir, 'rollouts.jsonl')
+  for name in ('rollouts.jsonl', 'samples.jsonl'):
+    assert lines(tmp_path, name) == lines(workdir, name)
 
 
 def test_eight_devices_decide_and_learn_like_one(undisturbed, tmp_path):
@@ -159,20 +196,21 @@ def test_sigterm_saves_and_exits_0(undisturbed, tmp_path):
     time.sleep(0.01)
   process.send_signal(signal.SIGTERM)
   out = finish(process, code=0)
-  assert 'Stopped at step' in out
+  assert 'Stopped after step' in out
   assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] != []
   out = finish(start(tmp_path, '--config.checkpoint.every=100'))
-  assert 'Resuming at step' in out
+  assert 'Resuming after step' in out
   workdir, _ = undisturbed
   assert lines(tmp_path) == lines(workdir)
 
 
 def test_a_finished_run_can_be_started_again(undisturbed, capsys):
   workdir, _ = undisturbed
-  before = lines(workdir), lines(workdir, 'rollouts.jsonl')
+  names = ('metrics.jsonl', 'rollouts.jsonl', 'samples.jsonl')
+  before = [lines(workdir, name) for name in names]
   assert train.main([f'--config={SMOKE}', f'--workdir={workdir}']) == 0
-  assert (lines(workdir), lines(workdir, 'rollouts.jsonl')) == before
-  assert 'Resuming at step 6' in capsys.readouterr().out
+  assert [lines(workdir, name) for name in names] == before
+  assert 'Resuming after step 6' in capsys.readouterr().out
 
 
 def test_evaluate_counts_every_prompt_once(undisturbed, capsys):
@@ -186,8 +224,11 @@ def test_evaluate_counts_every_prompt_once(undisturbed, capsys):
     numbers = json.loads((folder / f'{dataset}.json').read_text())
     samples = lines(folder, f'{dataset}.samples.jsonl')
     assert len(samples) == 8 * 2 and numbers['prompts'] == 8
-    assert len({(s['prompt_id'], s['answer']) for s in samples}) == 16
-    assert set(samples[0]) >= {'prompt_id', 'text', 'reward', 'finish'}
+    assert len({(s['prompt_id'], s['sample']) for s in samples}) == 16
+    for sample in samples:
+      right = sample['text'].split('=')[-1] == str(sample['truth'])
+      assert right == (sample['reward'] == 1)
+      assert sample['prompt'].endswith('<|assistant|>')
     assert numbers['pass@1'] == sum(s['reward'] for s in samples) / 16
     assert numbers['pass@1'] == pytest.approx(metrics[f'eval/{dataset}/pass@1'])
   assert 'sums' in capsys.readouterr().out
@@ -204,7 +245,7 @@ def test_evaluate_greedy_all_steps_and_a_folder(undisturbed, capsys):
   folder = ROOT / 'configs' / 'quickstart_model'
   first, second = [
     evaluate.main([*argv, f'--hf={folder}'])
-    or (workdir / 'eval' / 'hf' / 'sums.samples.jsonl').read_text()
+    or (workdir / 'eval' / 'hf-quickstart_model' / 'sums.samples.jsonl').read_text()
     for _ in range(2)
   ]
   assert first == second and first.count('\n') == 8
@@ -225,6 +266,62 @@ def test_evaluate_refuses(undisturbed, capsys, extra, message):
   assert evaluate.main([f'--workdir={workdir}', *extra]) == 2
   err = capsys.readouterr().err
   assert message in err and err.count('\n') == 1
+
+
+def test_the_whole_config_is_printed_as_the_workdir_has_it(undisturbed, capsys):
+  workdir, _ = undisturbed
+  assert train.main([f'--config={SMOKE}', '--print-config']) == 0
+  assert capsys.readouterr().out == (workdir / 'config.json').read_text()
+
+
+def test_overrides_are_printed_and_bad_ones_refused(capsys):
+  argv = [f'--config={SMOKE}', '--print-config']
+  assert train.main([*argv, '--config.lora.rank=8']) == 0
+  printed = json.loads(capsys.readouterr().out)
+  assert printed['lora']['rank'] == 8 and 'targets' in printed['lora']
+  assert train.main([*argv, '--config.lora.rnk=8']) == 2
+  assert "did you mean 'rank'" in capsys.readouterr().err
+
+
+def test_a_run_needs_a_workdir(capsys):
+  with pytest.raises(SystemExit) as stop:
+    train.main([f'--config={SMOKE}'])
+  assert stop.value.code == 2
+  assert 'required: --workdir' in capsys.readouterr().err
+
+
+def test_fewer_than_no_samples_are_refused(tmp_path, capsys):
+  argv = [f'--config={SMOKE}', f'--workdir={tmp_path}', '--config.log.samples=-1']
+  assert train.main(argv) == 2
+  assert 'config.log.samples: -1, expected 0 or more' in capsys.readouterr().err
+
+
+def test_the_config_to_copy_trains(tmp_path, monkeypatch, capsys):
+  """configs/own_task.py with files of one's own; a smaller model, no texts kept."""
+  own = f'--config={ROOT / "configs" / "own_task.py"}'
+  assert train.main([own, '--print-config']) == 0
+  assert json.loads(capsys.readouterr().out)['lora']['rank'] == 16
+  for name in ('train', 'held_out'):
+    tasks = [{'question': f'sum a{i}b1', 'answer': i + 1} for i in range(2, 9)]
+    (tmp_path / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, tasks)) + '\n')
+  monkeypatch.chdir(tmp_path)
+  small = {
+    'model.path': ROOT / 'configs' / 'quickstart_model',
+    'prompts.max_tokens': 80,
+    'sampling.max_new_tokens': 16,
+    'sampler.slots': 8,
+    'scheduler.groups_per_step': 2,
+    'learner.row_tokens': 96,
+    'steps': 1,
+    'log.samples': 0,
+  }
+  argv = [own, '--workdir=run', *(f'--config.{k}={v}' for k, v in small.items())]
+  assert train.main([*argv, '--config.scheduler.dynamic_sampling=False']) in (0, 1)
+  found = lines(tmp_path / 'run')
+  assert len(found) == 2 and found[0]['rollout/groups_trained'] == 2
+  assert 'eval/held_out/pass@1' in found[1]
+  assert lines(tmp_path / 'run', 'samples.jsonl') == []
+  capsys.readouterr()
 
 
 def test_help(capsys):

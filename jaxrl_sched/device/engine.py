@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_sched.device import multihost
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.learner import Learner
-from jaxrl_sched.device.prompts import answer_text
 from jaxrl_sched.device.references import References
 from jaxrl_sched.device.sampler import Sampler
+from jaxrl_sched.device.tokenizers import answer_text
 from jaxrl_sched.engine import Stopped
 from jaxrl_sched.host import packing
 from jaxrl_sched.host.grading import Grade, GradingPool
@@ -50,6 +50,9 @@ class DeviceEngine:
     max_new_tokens: of training; the limit that shaping and averaging speak of.
     window: of the packing.
     stopping: whether (since a signal came) the run is to stop.
+
+  Attributes:
+    progress: told what is being done, such as 'sampling 24/96 answers'. To be set.
   """
 
   def __init__(
@@ -67,6 +70,7 @@ class DeviceEngine:
     stopping: Callable[[], bool] = lambda: False,
   ):
     self.step = 0
+    self.progress: Callable[[str], None] = lambda text: None
     self._sampler, self._learner, self._grader = sampler, learner, grader
     self._tokenizer, self._checkpoints = tokenizer, checkpoints
     self._max_new_tokens, self._window = max_new_tokens, window
@@ -117,29 +121,36 @@ class DeviceEngine:
   def collect(self) -> list[Group]:
     requests, self._submitted = self._submitted, []
     source = self._sampler if self._teacher is None else self._teacher
-    groups = self._answer(source, requests)
+    groups = self._answer('sampling', source, requests)
     self._idle.append(source.idle_share)
     return [self._shape(group) for group in groups]
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     self._check()
     kept = dict(self._times)
-    groups = self._answer(self._sampler, requests)
+    groups = self._answer('evaluating', self._sampler, requests)
     self._times = kept  # not the time of a step
     return groups
 
   def text_of(self, completion: Completion, stop_ids: Sequence[int]) -> str:
     return answer_text(self._tokenizer, completion.tokens, stop_ids)
 
-  def _answer(self, source, requests: Sequence[Request]) -> list[Group]:
+  def _answer(self, doing: str, source, requests: Sequence[Request]) -> list[Group]:
     """Samples, and grades each answer while others are still being sampled."""
+    ended, total = 0, sum(request.size for request in requests)
 
     def grade(request: Request, completion: Completion) -> None:
+      nonlocal ended
+      ended += 1
       text = self.text_of(completion, request.sampling.stop_ids)
       self._grader.submit((completion.draw, completion.answer), text, request.prompt)
 
+    def look() -> None:
+      self._check()
+      self.progress(f'{doing} {ended}/{total} answers')
+
     began = time.perf_counter()
-    completions = source.generate(requests, on_finish=grade, on_chunk=self._check)
+    completions = source.generate(requests, on_finish=grade, on_chunk=look)
     sampled = time.perf_counter()
     grades = self._grader.collect(while_waiting=self._check)
     self._times['generate_s'] += sampled - began
@@ -226,6 +237,7 @@ class DeviceEngine:
       )
     metrics = {'update/skipped': float(not batches)}
     if batches:
+      self.progress(f'learning from {sum(g.size for g in groups)} answers')
       metrics |= self._learner.update(batches)
       metrics |= {
         'packing/density': packing.density(batches),

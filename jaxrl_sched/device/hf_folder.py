@@ -18,10 +18,12 @@ def folder(
   path_or_hub_id: str | os.PathLike, *, tokenizer_only: bool = False
 ) -> pathlib.Path:
   """The folder of a model; one on the hub is fetched, or found in the local cache."""
-  path = pathlib.Path(path_or_hub_id).expanduser()
+  name = os.fspath(path_or_hub_id)
+  if not name or not name.isprintable():
+    raise ValueError(f'model: {name!r}, expected a folder or a hub id (owner/name)')
+  path = pathlib.Path(name).expanduser()
   if path.is_dir():
     return path
-  name = os.fspath(path_or_hub_id)
   if path.exists():
     raise ValueError(f'model: {name}: a file, expected the folder that it is in')
   if not re.fullmatch(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*', name):
@@ -57,15 +59,19 @@ def read_config(where: pathlib.Path) -> dict[str, Any]:
       f'{where}: has adapter_config.json, an adapter of PEFT; expected a whole model, '
       'into which it is merged'
     )
-  if not file.is_file():
+  if not file.exists():
     raise ValueError(f'{file}: no such file{_instead(where)}')
   return read_json(file)
 
 
 def _instead(where: pathlib.Path) -> str:
   kinds = ('.safetensors', '.bin', '.gguf', '.pt', '.pth', '.h5', '.msgpack')
-  others = {file.name for file in where.iterdir() if file.suffix in kinds}
-  return f'; there is {some(others)}, expected safetensors' if others else ''
+  files = (file for file in where.iterdir() if file.is_file())
+  others = {file.name for file in files if file.suffix in kinds}
+  if not others:
+    return ''
+  usable = any(name.endswith('.safetensors') for name in others)
+  return f'; there is {some(others)}' + ', expected safetensors' * (not usable)
 
 
 def open_tensors(where: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Stored]:
@@ -142,7 +148,8 @@ def some(names: Iterable[str]) -> str:
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
   if not file.is_file():
-    raise ValueError(f'{file}: no such file')
+    found = 'a folder, expected a file' if file.is_dir() else 'no such file'
+    raise ValueError(f'{file}: {found}')
   _check_fetched(file)
   try:
     content = json.loads(file.read_text(encoding='utf-8'), object_pairs_hook=_once)

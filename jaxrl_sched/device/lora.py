@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl_sched.device import mesh as meshes
 
+MOST_SCALE = 1000  # what is usual is 1 to 64
 TARGETS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 _KEY = 'lora'
 
@@ -37,8 +38,9 @@ class Lora:
   def __post_init__(self):
     if self.rank < 1:
       raise ValueError(f'lora.rank: {self.rank}, expected at least 1')
-    if not self.alpha > 0:
-      raise ValueError(f'lora.alpha: {self.alpha}, expected above 0')
+    if not 0 < self.scale <= MOST_SCALE:
+      wanted = f'above 0, at most {MOST_SCALE} times the rank'
+      raise ValueError(f'lora.alpha: {self.alpha}, expected {wanted}')
     known = ', '.join(TARGETS)
     if not self.targets:
       raise ValueError(f'lora.targets: {self.targets}, expected some of {known}')
@@ -54,6 +56,22 @@ class Lora:
   @property
   def scale(self) -> float:
     return self.alpha / self.rank
+
+  def check_rank(self, model) -> None:
+    """Refuses a rank above the smaller side of a target: there is no more to gain.
+
+    Args:
+      model: the ModelConfig of the base.
+    """
+    n, k = (heads * model.head_dim for heads in (model.heads, model.kv_heads))
+    sides = dict(q=n, k=k, v=k, o=n, gate=model.d_ff, up=model.d_ff, down=model.d_ff)
+    for name in self.targets:
+      smaller = min(model.d_model, sides[name])
+      if self.rank > smaller:
+        raise ValueError(
+          f'lora.rank: {self.rank}, expected at most {smaller}, the smaller side of '
+          f'{name}'
+        )
 
 
 class Adapter(nnx.Module):
@@ -181,16 +199,27 @@ class Merged:
 
 
 def fingerprint(parameters: dict, mesh: jax.sharding.Mesh) -> str:
-  """Tells one base from another by a few values of every parameter.
+  """Tells one base from another by every bit of it, the same on all meshes.
 
   A checkpoint holds adapters only: over another base they would mean nothing.
   """
 
-  def some(weight):
-    places = np.linspace(0, weight.size - 1, 64).astype(np.int64)
-    return weight[np.unravel_index(places, weight.shape)]
+  def checksum(weight):
+    bits = jax.lax.bitcast_convert_type(weight, jnp.uint32)
+    place = jnp.zeros(weight.shape, jnp.uint32)
+    for axis, length in enumerate(weight.shape):
+      place = place * length + jax.lax.broadcasted_iota(jnp.uint32, weight.shape, axis)
+    # Modulo 2**32, where the order of a sum does not matter.
+    return jnp.sum(_mixed(bits ^ _mixed(place)), dtype=jnp.uint32)
 
   whole = meshes.sharding(mesh)
-  take = jax.jit(lambda tree: jax.tree.map(some, tree), out_shardings=whole)
-  values = jax.tree.leaves(jax.device_get(take(parameters)))
+  sums = jax.jit(lambda tree: jax.tree.map(checksum, tree), out_shardings=whole)
+  values = jax.tree.leaves(jax.device_get(sums(parameters)))
   return f'{zlib.crc32(b"".join(v.tobytes() for v in values)):08x}'
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+  """Uint32 one to one to uint32 as if by chance (MurmurHash3's last step)."""
+  x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+  x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+  return x ^ (x >> 16)

@@ -15,13 +15,12 @@ from typing import Any
 
 import grain
 import numpy as np
-from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from jaxrl_sched.device import records
 from jaxrl_sched.device.records import Dataset
 from jaxrl_sched.device.sources import Source, open_source
-from jaxrl_sched.device.tokenizers import Template
+from jaxrl_sched.device.templates import Template
 from jaxrl_sched.types import Prompt
 
 _BATCH = 1024  # prompts tokenised together at the start
@@ -81,8 +80,10 @@ class PromptSet:
     examples: str | tuple | None = None,
     template_options: dict | None = None,
     date: str | None = None,
+    special_tokens: str | None = None,
     max_tokens: int,
     too_long: str = 'drop',
+    ids_below: int | None = None,
     root: str | os.PathLike = '.',
   ):
     """Opens the datasets.
@@ -94,11 +95,14 @@ class PromptSet:
       system: a system message, for 'chat'; '' is an empty one, which keeps a chat
         template from writing its own. A dataset may have another.
       examples: shown before every prompt: a path, or records with a 'solution' (else
-        'answer') to reply. A dataset may have others. None may also be a prompt.
+        'answer') to reply. A dataset may have others. No example may also be a prompt.
       template_options: more for the chat template, as `enable_thinking`.
       date: '2024-07-26': the day it is for a chat template that asks.
+      special_tokens: 'allow': texts of a chat may hold special tokens of the
+        tokenizer, which act as such. None: they are refused, as forged turns.
       max_tokens: of the longest prompt, with all that is around it.
       too_long: 'drop' or 'refuse', for longer ones.
+      ids_below: what all ids have to be below: the model's. None: not known.
       root: where relative paths start.
 
     Raises:
@@ -109,9 +113,14 @@ class PromptSet:
       raise ValueError(f'max_tokens: expected at least 1, found {max_tokens}')
     if too_long not in ('drop', 'refuse'):
       raise ValueError(f"too_long: expected 'drop' or 'refuse', found {too_long!r}")
+    if special_tokens not in (None, 'allow'):
+      raise ValueError(
+        f"special_tokens: expected None or 'allow', found {special_tokens!r}"
+      )
     if not datasets:
       raise ValueError('datasets: expected at least one, found none')
     self._max_tokens, self._too_long = max_tokens, too_long
+    self._ids_below = math.inf if ids_below is None else ids_below
     self.sizes: dict[str, int] = {}
     self.weights: dict[str, float] = {}
     self.dropped: dict[str, int] = {}
@@ -128,6 +137,7 @@ class PromptSet:
         examples=records.read_examples(shown or (), root),
         options=template_options,
         date=date,
+        special_tokens=special_tokens,
       )
       kept = self._scan(name, dataset, source, rendering)
       self.sizes[name] = len(kept)
@@ -179,12 +189,18 @@ class PromptSet:
             f'{item.where}: id {record["id"]!r} is already used at '
             f'{source.where(first)}'
           )
+        template.check_record(record, item.where)
         keys.append(record['id'])
         texts.append(_render(template, record, item.where))
       for item, key, ids in zip(items, keys, template.ids(texts), strict=True):
         shortest = min(shortest, len(ids))
         if not len(ids):
           raise ValueError(f'{item.where}: the prompt has no token')
+        if ids.max() >= self._ids_below:
+          raise ValueError(
+            f'{item.where}: prompt {name}/{key} has token {ids.max()}, expected ids '
+            f'below {self._ids_below}, of which the model has embeddings'
+          )
         if len(ids) <= self._max_tokens:
           kept.append(item.position)
         elif self._too_long == 'refuse':
@@ -224,50 +240,3 @@ def _render(template: Template, record: dict[str, Any], where: str) -> str:
     return text
   except Exception as error:  # a chat template is somebody's program, and may refuse
     raise ValueError(f'{where}: {" ".join(str(error).split())}') from None
-
-
-def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-  """The tokenizer in a folder, or of a hub id."""
-  path = os.path.expanduser(path)
-  if path.startswith(('/', '.')) and not os.path.isdir(path):
-    raise ValueError(f'Tokenizer {path}: no such folder')
-  try:
-    return AutoTokenizer.from_pretrained(path)
-  except Exception as error:  # transformers raises many kinds, of many lines
-    reason = ' '.join(str(error).split())[:200]
-    raise ValueError(
-      f'Tokenizer {path}: none in the folder, or at that hub id: {reason}'
-    ) from error
-
-
-def stop_ids(
-  tokenizer: Tokenizer, generation_config: dict[str, Any] | None
-) -> tuple[int, ...]:
-  """Ids that end an answer: the tokenizer's and the generation config's, ascending."""
-  ids = set()
-  for eos in (tokenizer.eos_token_id, (generation_config or {}).get('eos_token_id')):
-    if eos is not None:
-      ids |= {eos} if isinstance(eos, int) else set(eos)
-  return tuple(sorted(ids))
-
-
-def answer_text(
-  tokenizer: Tokenizer, tokens: np.ndarray, stop_ids: tuple[int, ...]
-) -> str:
-  """An answer as graders see it: the text that the policy added to its prompt.
-
-  The token that ended it is cut off, if it ended by one. All else is kept: special
-  tokens as they are spelled (what the policy said must not look better than it
-  was), a space at its start, and U+FFFD for a character cut in the middle.
-
-  Args:
-    tokens: [length] int, the stop token included.
-  """
-  end = len(tokens) - (len(tokens) > 0 and int(tokens[-1]) in stop_ids)
-  # Sentencepiece's decoders drop the space that a text begins with: 'a' goes first.
-  before = tokenizer('a', add_special_tokens=False).input_ids
-  whole, alone = (
-    tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    for ids in ([*before, *np.asarray(tokens[:end]).tolist()], before)
-  )
-  return whole[len(alone) :]

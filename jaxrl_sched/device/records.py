@@ -123,6 +123,8 @@ def _check_question(record: dict[str, Any], wrong: Callable[[str], ValueError]) 
   elif not isinstance(prompt, str):
     hint = "; a chat goes by fields=dict(messages='prompt')" * isinstance(prompt, list)
     raise wrong(f'prompt: expected text, found {prompt!r:.40}{hint}')
+  elif not prompt.strip():
+    raise wrong(f'prompt: expected some text, found {prompt!r:.40}')
 
 
 def _check_messages(messages: Any, wrong: Callable[[str], ValueError]) -> None:
@@ -135,6 +137,8 @@ def _check_messages(messages: Any, wrong: Callable[[str], ValueError]) -> None:
       raise wrong(
         f"messages: expected texts 'role' and 'content' in each, found {message!r:.60}"
       )
+  if not any(message['content'].strip() for message in messages):
+    raise wrong(f'messages: expected some text, found {messages!r:.60}')
   if messages[-1]['role'] == 'assistant':
     raise wrong("messages: the last is the assistant's, expected to end before it")
 

@@ -21,15 +21,26 @@ class References:
     self._tokenizer = tokenizer
     self.version = 0
 
-  def check(self, prompts: Iterable[Prompt], max_new_tokens: int) -> None:
-    """Raises ValueError for the first prompt without a solution that fits."""
+  def check(
+    self, prompts: Iterable[Prompt], max_new_tokens: int, ids_below: int
+  ) -> None:
+    """Raises ValueError for the first prompt without a solution that fits.
+
+    Args:
+      ids_below: what all ids have to be below: the model's.
+    """
     if self._tokenizer.eos_token_id is None:
       raise ValueError('teacher: the tokenizer has no end token to end solutions with')
     for prompt in prompts:
-      self._tokens(prompt, max_new_tokens)
+      largest = max(self._tokens(prompt, max_new_tokens))
+      if largest >= ids_below:
+        raise ValueError(
+          f'prompt {prompt.id!r}: its solution has token {largest}, expected ids below '
+          f'{ids_below}, of which the model has embeddings'
+        )
 
   def _tokens(self, prompt: Prompt, limit: int) -> np.ndarray:
-    if not isinstance(prompt.solution, str):
+    if not prompt.solution:
       raise ValueError(f'prompt {prompt.id!r}: no solution, needed by teacher')
     ids = self._tokenizer(prompt.solution, add_special_tokens=False).input_ids
     tokens = np.array([*ids, self._tokenizer.eos_token_id], np.int32)

@@ -1,16 +1,16 @@
-"""From a record to text to ids; and a tokenizer of bytes, as Hugging Face files."""
+"""Loading a tokenizer and what is asked of it; and one of bytes, as its files."""
 
-from collections.abc import Sequence
-import datetime
-import inspect
+import functools
 import os
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from jaxrl_sched.device import records
+from transformers import (
+  AutoTokenizer,
+  PreTrainedTokenizerBase,
+  PreTrainedTokenizerFast,
+)
 
 SPECIAL = ('<|pad|>', '<|bos|>', '<|end|>', '<|system|>', '<|user|>', '<|assistant|>')
 
@@ -23,126 +23,69 @@ CHAT_TEMPLATE = (
 )
 
 
-# Not for a chat template's options: they are said elsewhere, or never.
-RESERVED = {'messages', 'conversations', 'strftime_now', 'raise_exception'} | {
-  *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-}
+def load_tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
+  """The tokenizer in a folder, or of a hub id."""
+  path = os.path.expanduser(path)
+  if path.startswith(('/', '.')) and not os.path.isdir(path):
+    raise ValueError(f'Tokenizer {path}: no such folder')
+  try:
+    return AutoTokenizer.from_pretrained(path)
+  except Exception as error:  # transformers raises many kinds, of many lines
+    reason = ' '.join(str(error).split())[:200]
+    raise ValueError(
+      f'Tokenizer {path}: none in the folder, or at that hub id: {reason}'
+    ) from error
 
 
-class Template:
-  """Turns a record into the text that is sampled from, and that into ids.
+def known_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+  """One more than the largest id that the tokenizer gives."""
+  # Not len(): where ids have holes the last ones would be taken for unknown.
+  return max(tokenizer.get_vocab().values()) + 1
+
+
+def stop_ids(
+  tokenizer: PreTrainedTokenizerBase, generation_config: dict[str, Any] | None
+) -> tuple[int, ...]:
+  """Ids that end an answer: the tokenizer's and the generation config's, ascending."""
+  ids = set()
+  for eos in (tokenizer.eos_token_id, (generation_config or {}).get('eos_token_id')):
+    if eos is not None:
+      ids |= {eos} if isinstance(eos, int) else set(eos)
+  return tuple(sorted(ids))
+
+
+def answer_text(
+  tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids: tuple[int, ...]
+) -> str:
+  """An answer as graders see it: the text that the policy added to its prompt.
+
+  The token that ended it is cut off, if it ended by one. All else is kept: special
+  tokens as they are spelled (what the policy said must not look better than it
+  was), a space at its start, and U+FFFD for a character cut in the middle.
 
   Args:
-    template: 'chat', or a text in which '{prompt}' is replaced, and nothing else.
-    system: goes before what has no system message of its own; for 'chat'.
-    examples: records with the reply that is shown for each. In a chat they are turns
-      of user and assistant; else each is the template, the reply and a blank line.
-    options: more for the chat template.
-    date: that a chat template is told when it asks for today's, as '2024-07-26'.
+    tokens: [length] int, the stop token included.
   """
-
-  def __init__(
-    self,
-    tokenizer: PreTrainedTokenizerBase,
-    template: str = 'chat',
-    system: str | None = None,
-    *,
-    examples: Sequence[tuple[dict[str, Any], str]] = (),
-    options: dict[str, Any] | None = None,
-    date: str | None = None,
-  ):
-    self.tokenizer, self.template, self.system = tokenizer, template, system
-    self.examples, self.options = examples, options or {}
-    if template == 'chat':
-      if not tokenizer.chat_template:
-        raise ValueError(
-          "template 'chat': the tokenizer has no chat template, expected a text "
-          "containing '{prompt}'"
-        )
-      for key in self.options:
-        if key in RESERVED:
-          raise ValueError(f'template_options: {key!r} is not for them to say')
-      self._chat = _dated(tokenizer.get_chat_template(), date)
-    elif '{prompt}' not in template:
-      raise ValueError(
-        f"template {template!r}: expected 'chat' or a text containing '{{prompt}}'"
-      )
-    else:
-      chats = dict(system=system, template_options=options or None, date=date)
-      for key, value in chats.items():
-        if value is not None:
-          raise ValueError(f'{key}: a plain template has it written in: {template!r}')
-    # What the tokenizer does when left to itself, whatever it says of itself.
-    self._bos = tokenizer.bos_token_id
-    self._wants_bos = self._bos is not None and (
-      list(tokenizer('a').input_ids[:1]) == [self._bos]
-    )
-
-  def text(self, record: dict[str, Any]) -> str:
-    """The rendered prompt, examples and all."""
-    if self.template != 'chat':
-      shown = [f'{self._plain(one)}{reply}\n\n' for one, reply in self.examples]
-      return ''.join(shown) + self._plain(record)
-    messages = records.turns(record)
-    # A record that opens with a system message of its own keeps it.
-    own = int(messages[0]['role'] == 'system')
-    before = messages[:own]
-    if not own and self.system is not None:
-      before = [{'role': 'system', 'content': self.system}]
-    for one, reply in self.examples:
-      before += [*records.turns(one), {'role': 'assistant', 'content': reply}]
-    return self.tokenizer.apply_chat_template(
-      [*before, *messages[own:]],
-      chat_template=self._chat,
-      add_generation_prompt=True,
-      tokenize=False,
-      **self.options,
-    )
-
-  def _plain(self, record: dict[str, Any]) -> str:
-    if record.get('prompt') is None:
-      raise ValueError(f"'messages' need the template 'chat', found {self.template!r}")
-    return self.template.replace('{prompt}', record['prompt'])
-
-  def ids(self, texts: list[str]) -> list[np.ndarray]:
-    """Tokens of each text, [prompt] int32, with exactly one BOS where one is wanted.
-
-    A template may write it or not, so the ids decide: none is added to one that is
-    there, and a doubled one is made single.
-    """
-    result = []
-    for ids in self.tokenizer(texts, add_special_tokens=False).input_ids:
-      begins = 0  # how many BOS the text begins with
-      while begins < len(ids) and ids[begins] == self._bos:
-        begins += 1
-      one = [self._bos] if begins or self._wants_bos else []
-      result.append(np.array(one + ids[begins:], np.int32))
-    return result
+  end = len(tokens) - (len(tokens) > 0 and int(tokens[-1]) in stop_ids)
+  before, alone = _before(tokenizer)
+  whole = _decoded(tokenizer, [*before, *np.asarray(tokens[:end]).tolist()])
+  return whole[len(alone) :]
 
 
-def _dated(template: str, date: str | None) -> str:
-  """The chat template, for which it is always the same day.
+@functools.lru_cache(maxsize=8)
+def _before(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str]:
+  """What goes before an answer: ids, and their text alone.
 
-  One that wrote today's would give a run other prompts after a resume.
+  Sentencepiece's decoders drop the space that a text begins with.
   """
-  if 'strftime_now' not in template:
-    return template
-  if date is None:
-    today = (
-      "{{ raise_exception('the chat template writes the date of today into prompts: "
-      "fix it by prompts.date, as 2024-07-26, or by its own option') }}"
-    )
-  else:
-    try:
-      day = datetime.date.fromisoformat(date)
-    except ValueError:
-      raise ValueError(f"date: {date!r}, expected one as '2024-07-26'") from None
-    told = {f'%{c}': day.strftime(f'%{c}') for c in 'aAbBdjmyYHIMSp'}
-    told |= {'%-d': str(day.day), '%-m': str(day.month)}
-    filters = ' | '.join(f"replace('{c}', '{text}')" for c, text in told.items())
-    today = f'{{{{ format | {filters} }}}}'
-  # It hides transformers' function of that name.
-  return f'{{% macro strftime_now(format) %}}{today}{{% endmacro +%}}{template}'
+  ids = tokenizer('a', add_special_tokens=False).input_ids
+  return ids, _decoded(tokenizer, ids)
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+  return tokenizer.decode(
+    ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+  )
 
 
 def build_byte_tokenizer(out_dir: str | os.PathLike) -> PreTrainedTokenizerFast:

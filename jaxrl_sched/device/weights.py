@@ -5,6 +5,7 @@ host holds one tensor of the file at a time; on the way out no more than a shard
 Every tensor is used and every parameter filled, or the error names those that are not.
 """
 
+from collections.abc import Callable
 import contextlib
 import dataclasses
 import functools
@@ -24,9 +25,11 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_sched.device import hf_config, hf_folder, hf_tensors, model
 from jaxrl_sched.device import mesh as meshes
+from jaxrl_sched.device.hf_fields import integer
 from jaxrl_sched.device.hf_folder import Stored, folder
+from jaxrl_sched.device.hf_tensors import Tensor
 from jaxrl_sched.device.model import ModelConfig
-from jaxrl_sched.device.prompts import load_tokenizer, stop_ids
+from jaxrl_sched.device.tokenizers import known_ids, load_tokenizer, stop_ids
 
 _STORED = ('F32', 'BF16', 'F16')
 _SPECIAL_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
@@ -48,31 +51,54 @@ def generation_config(path_or_hub_id: str | os.PathLike) -> dict[str, Any] | Non
   Where there is none the special ids of config.json stand in, as in transformers.
   """
   where = folder(path_or_hub_id)
-  if (where / 'generation_config.json').exists():
-    return hf_folder.read_json(where / 'generation_config.json')
   raw = hf_folder.read_config(where)
-  return {key: raw[key] for key in _SPECIAL_IDS if raw.get(key) is not None} or None
+  file = where / 'generation_config.json'
+  if file.exists():
+    found = hf_folder.read_json(file)
+  else:
+    file = where / 'config.json'
+    found = {key: raw[key] for key in _SPECIAL_IDS if raw.get(key) is not None}
+  ends, rows = found.get('eos_token_id'), integer('vocab_size', raw.get('vocab_size'))
+  for end in ends if isinstance(ends, list) else [0 if ends is None else ends]:
+    if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < rows:
+      why = f'expected an id from 0 to {rows - 1}, or a list of them'
+      raise ValueError(f'{file}: eos_token_id: {ends!r:.200}, {why}')
+  return found or None
 
 
 def describe(
-  path_or_hub_id: str | os.PathLike, *, dtype: str = 'float32', vocab_parts: int = 1
+  path_or_hub_id: str | os.PathLike,
+  *,
+  dtype: str = 'float32',
+  vocab_parts: int = 1,
+  known_tokens: int | None = None,
 ) -> ModelConfig:
   """The model of a folder, as `load` has it, without its weights.
 
   Args:
     dtype: of the computation.
     vocab_parts: into how many parts the mesh cuts the vocabulary.
+    known_tokens: ids that the tokenizer knows; None: that in the folder, if any.
   """
   where = folder(path_or_hub_id)
-  config = hf_config.read(
-    hf_folder.read_config(where),
-    known_tokens=_known_tokens(where),
-    dtype=dtype,
-  )
+  raw = hf_folder.read_config(where)
+  known_tokens = known_tokens or _known_tokens(where)
+  config = hf_config.read(raw, known_tokens=known_tokens, dtype=dtype)
   padding = -config.vocab_size % math.lcm(_VOCAB_STEP, vocab_parts)
   return dataclasses.replace(
     config, vocab_size=config.vocab_size + padding, vocab_padding=padding
   )
+
+
+def check(path_or_hub_id: str | os.PathLike, config: ModelConfig) -> None:
+  """Whether the files have all that `load` reads, by their headers.
+
+  Raises:
+    ValueError: they do not; the message names the file and the tensor.
+  """
+  where = folder(path_or_hub_id)
+  with contextlib.ExitStack() as stack:
+    _check(hf_folder.open_tensors(where, stack), config, where)
 
 
 def load(
@@ -81,6 +107,7 @@ def load(
   mesh: jax.sharding.Mesh | None = None,
   dtype: str = 'float32',
   vocab_parts: int | None = None,
+  known_tokens: int | None = None,
 ) -> tuple[ModelConfig, dict]:
   """Reads a Llama, Mistral, Qwen2 or Qwen3 from an ordinary Hugging Face folder.
 
@@ -92,16 +119,19 @@ def load(
     mesh: where the parameters go; None: one device.
     dtype: of the computation. The parameters are float32, whatever is stored.
     vocab_parts: as another mesh cuts the vocabulary; None: as this mesh does.
+    known_tokens: ids that the tokenizer knows; None: that in the folder, if any.
 
   Raises:
     ValueError: a setting that is not implemented, a file or tensor that is missing,
-      left over, of another shape or of a dtype that is not a float.
+      left over, of another shape, of a dtype that is not a float, or not finite.
   """
   where = folder(path_or_hub_id)
   if mesh is None:
     mesh = meshes.make_mesh(devices=jax.local_devices())
   vocab_parts = vocab_parts or meshes.size(mesh, 'vocab')
-  config = describe(where, dtype=dtype, vocab_parts=vocab_parts)
+  config = describe(
+    where, dtype=dtype, vocab_parts=vocab_parts, known_tokens=known_tokens
+  )
   shapes, axes = model.abstract(config)
   shardings = meshes.parameter_shardings(shapes, axes, mesh)
   with contextlib.ExitStack() as stack:
@@ -121,11 +151,11 @@ def _fill(
   for tensor in hf_tensors.tensors(config):
     key, shape, at = tensor.key, shapes[tensor.key].shape, shardings[tensor.key]
     if tensor.layer is None:
-      read = hf_tensors.reader(tensor, shape, stored[tensor.name].slices)
+      read = _reader(tensor, shape, stored[tensor.name])
       filled[key] = jax.make_array_from_callback(shape, at, read)
     else:
       zeros, put = _stacking(shape, at)
-      read = hf_tensors.reader(tensor, shape[1:], stored[tensor.name].slices)
+      read = _reader(tensor, shape[1:], stored[tensor.name])
       at = jax.sharding.NamedSharding(at.mesh, jax.P(*at.spec[1:]))
       part = jax.make_array_from_callback(shape[1:], at, read)
       whole = filled.pop(key) if key in filled else zeros()
@@ -133,6 +163,24 @@ def _fill(
     # Waits, so that one tensor at a time is on the host.
     filled[key].block_until_ready()
   return filled
+
+
+def _reader(
+  tensor: Tensor, shape: tuple[int, ...], stored: Stored
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+  """A function from an index to values, which are all finite."""
+  read = hf_tensors.reader(tensor, shape, stored.slices)
+
+  def finite(index):
+    part = read(index)
+    with np.errstate(invalid='ignore'):  # NaN is the least and the most of its array
+      if not np.isfinite([part.min(), part.max()]).all():
+        raise ValueError(
+          f'{stored.file}: {tensor.name} is not finite: it has NaN or inf'
+        )
+    return part
+
+  return finite
 
 
 @functools.lru_cache(maxsize=64)
@@ -230,8 +278,7 @@ def _generation(tokenizer, given: dict[str, Any] | None) -> dict[str, Any]:
 def _known_tokens(where: pathlib.Path) -> int | None:
   if not any((where / name).exists() for name in _TOKENIZER_FILES):
     return None
-  # Not len(): where ids have holes the last ones would be taken for unknown.
-  return max(load_tokenizer(where).get_vocab().values()) + 1
+  return known_ids(load_tokenizer(where))
 
 
 def _check(stored: dict[str, Stored], config: ModelConfig, where) -> None:
@@ -256,6 +303,10 @@ def _check(stored: dict[str, Stored], config: ModelConfig, where) -> None:
 
 
 def _check_tied(head: Stored, embed) -> None:
+  """A head stored beside a tied embedding is its copy.
+
+  Every process reads both whole, a few rows at a time: few files hold such a head.
+  """
   same = head.slices.get_shape() == embed.get_shape()
   rows = embed.get_shape()[0]
   for start in range(0, rows if same else 0, 4096):

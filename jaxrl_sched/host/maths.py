@@ -1,14 +1,14 @@
-"""Numbers and expressions in a model's text: which one is meant, are two equal.
+"""Numbers and expressions in a model's text: which one is meant.
 
-Numbers are compared exactly, expressions by math-verify, used so that nothing of the
-text is evaluated as code.
+Whether two of them are equal is said by `equality.py`.
 """
 
 from fractions import Fraction
-import functools
 import math
 import re
 from typing import Any
+
+from jaxrl_sched.host import units
 
 _UNSIGNED = (
   r'(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?'
@@ -85,137 +85,70 @@ def last_box(text: str) -> str | None:
   return ''
 
 
-# Without a box: $...$, \(...\) or \[...\]. \$ is a currency.
+# Without a box: after ####, or else $...$, \(...\) or \[...\]. \$ is a currency.
+_HASHES = re.compile(r'^####[ \t]*(\S.*)$', re.MULTILINE)
 _MATHS = re.compile(
   r'(?<!\\)\$\$?([^$]{1,500})(?<!\\)\$|\\\(([^$]{1,500}?)\\\)|\\\[([^$]{1,500}?)\\\]'
 )
-_PERCENT = re.compile(r'\s*(?:\\?%|\\text\{\s*(?:percent|\\?%)\s*\}|percent)$')
-_CHOICE = re.compile(r'(?:\\(?:text|mathrm|textbf|mathbf)\{\s*)?\(([A-Z])\)')
-# A word that stands after a number, with a power, in TeX's words or without.
-_UNIT = re.compile(
-  r'(?<=[0-9)}.])(?:\s*\\(?:text|mathrm|textrm|mbox)\{(?P<tex>[A-Za-z\s./]+)\}'
-  r'|\s+(?P<word>[A-Za-z]{3,}(?:\s[A-Za-z]{3,})?))(?:\^(?:[0-9]|\{-?[0-9]\}))?$'
+_SIGNS = str.maketrans({
+  '°': '^\\circ ', '≈': '\\approx ', '≤': '\\le ', '≥': '\\ge ', '≠': '\\neq ',
+  '×': '\\times ', '·': '\\cdot ', 'π': '\\pi ', '∞': '\\infty ', '′': "'", '’': "'",
+})  # fmt: skip
+_SPACE = re.compile(r'(\\\\)|\\[,;:! ]|\\q?quad(?![A-Za-z])|~')
+_DEGREE = re.compile(
+  r'\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z])'
 )
-_POWERS = {'thousand': 3, 'million': 6, 'billion': 9, 'trillion': 12}
-# Words after a number that are no units of it.
-_NO_UNITS = set('or and to if at more less least most mod percent'.split())
-_NO_UNITS |= set('sqrt sin cos tan log exp sum alpha beta theta dozen hundred'.split())
+_TURNED = re.compile(r'(?<![A-Za-z0-9.])([0-9.]+)\^\\circ')
+_TRIGONOMETRIC = re.compile(r'\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])')
 _REPEATING = re.compile(
   r'(?<![0-9])([0-9]{0,50})\.([0-9]{0,50})\\overline\{?([0-9]{1,50})\}?'
 )
-_BASED = re.compile(r'([0-9]+)_\{?([0-9]+)\}?')
+_MIXED = re.compile(r'(-?[0-9]+) ([0-9]+)/([0-9]+)')
 
 
 def answer_in(text: str) -> str:
   """What is boxed last, in one way of writing it; '' for no answer.
 
-  Without a box it is the last maths between dollar signs, or else the whole text.
+  Without a box it is what follows the last ####, or else the last maths between
+  dollar signs, or else the whole text.
   """
   inner = last_box(text)
   if inner is None:
-    found = _MATHS.findall(text)
-    inner = ''.join(found[-1]) if found else text
-  inner = _plain(inner.strip())
+    hashes, found = _HASHES.findall(text), _MATHS.findall(text)
+    inner = hashes[-1] if hashes else ''.join(found[-1]) if found else text
   if len(inner) > LONGEST:
     return ''
-  inner = re.sub(r'\\\$|[€£¥]', '', inner).strip().strip('$').strip()
+  inner = _plain(inner).translate(_SIGNS)
   inner = re.sub(r'(?<=[0-9])(?:\\[,;:! ]|~)(?=[0-9]{3}(?![0-9]))', '', inner)
-  inner = re.sub(r'\\[,;:! ]|~', ' ', inner).replace('\\varnothing', '\\emptyset')
+  # The second backslash of \\ ends a row of a matrix; it makes no \ with a space.
+  inner = _SPACE.sub(lambda found: found[1] or ' ', inner).strip()
+  inner = re.sub(r'^(\*\*|["`])(.*)\1$', r'\2', inner, flags=re.DOTALL)
+  if inner.startswith('$') and inner.count('$') == 1:
+    inner = '\\' + inner
+  inner = inner.strip('$').strip().replace('\\varnothing', '\\emptyset')
   inner = re.sub(r'(?<!\.)\.$', '', inner).strip()
-  inner = re.sub(r'^\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}$', r'\1', inner)
-  inner = _UNIT.sub(_without_unit, inner).strip()
-  inner = _REPEATING.sub(_as_fraction, inner)
+  inner = units.WRAPPED.sub(r'\1', inner) if units.WRAPPED.fullmatch(inner) else inner
+  inner = _DEGREE.sub(r'^\\circ', inner)
+  if _TRIGONOMETRIC.search(inner):
+    inner = _TURNED.sub(r'(\1\\cdot\\frac{\\pi}{180})', inner)
+  inner = _REPEATING.sub(_as_fraction, inner.strip())
+  inner = _MIXED.sub(r'\1\\frac{\2}{\3}', inner) if _MIXED.fullmatch(inner) else inner
   if re.fullmatch(r'\([A-Za-z]\)', inner):  # a choice: (B) is B
     inner = inner[1]
   return _SCIENTIFIC.sub(r'\1\\cdot 10^{\2}', inner).strip()
 
 
-def _without_unit(found: re.Match) -> str:
-  words = (found['tex'] or found['word']).split()
-  if words and words[0] in _POWERS:
-    return rf'\cdot 10^{{{_POWERS[words[0]]}}}'
-  return found[0] if _NO_UNITS & set(words) else ''
+def is_balanced(text: str) -> bool:
+  """Whether every brace is closed that is opened."""
+  depth = 0
+  for mark in re.finditer(r'\\.|[{}]', text, re.DOTALL):
+    depth += (mark[0] == '{') - (mark[0] == '}')
+    if depth < 0:
+      return False
+  return depth == 0
 
 
 def _as_fraction(found: re.Match) -> str:
   whole, once, again = found.groups()
   over = int(whole + once + again) - int(whole + once or 0)
   return rf'\frac{{{over}}}{{{(10 ** len(again) - 1) * 10 ** len(once)}}}'
-
-
-def equal(gold: str, guess: str) -> bool:
-  """Whether two answers, of `answer_in`, say the same.
-
-  Raises:
-    ValueError: the gold one cannot be read.
-  """
-  if re.fullmatch('[A-Z]', gold) and len(labels := _CHOICE.findall(guess)) == 1:
-    guess = labels[0] if _CHOICE.match(guess) else guess
-  bare_gold, bare_guess = (_PERCENT.sub('', s) for s in (gold, guess))
-  if _same(bare_gold, bare_guess):
-    return True
-  if bare_gold != gold and bare_guess == guess:
-    return _same(rf'\frac{{{bare_gold}}}{{100}}', guess)
-  if bare_gold == gold and bare_guess != guess:
-    return _same(gold, rf'\frac{{{bare_guess}}}{{100}}')
-  return False
-
-
-def _same(gold: str, guess: str) -> bool:
-  if gold == guess:
-    return True
-  based = _BASED.fullmatch(gold), _BASED.fullmatch(guess)
-  if any(based):
-    if all(based):
-      return based[0].groups() == based[1].groups()
-    gold, guess = (_BASED.sub(r'\1', s) for s in (gold, guess))
-  numbers = number(gold), number(guess)
-  if None not in numbers:
-    return numbers[0] == numbers[1]
-  # math-verify takes the pair (1,2) for the set {1,2}.
-  if {_brackets(gold), _brackets(guess)} == {'set', 'pair'}:
-    return False
-  return _verified(gold, guess)
-
-
-def _brackets(text: str) -> str | None:
-  bare = text.replace('\\left', '').replace('\\right', '').strip()
-  if '\\cup' in bare or ',' not in bare:
-    return None
-  if bare.startswith('\\{') and bare.endswith('\\}'):
-    return 'set'
-  return 'pair' if bare[0] in '([' and bare[-1] in ')]' else None
-
-
-def _verified(gold: str, guess: str) -> bool:
-  import math_verify
-  import sympy
-
-  # Only the LaTeX parser: the plain one hands strings to sympy, which evaluates
-  # them. No alarms, for they work on a main thread only: the pool has the clock.
-  read = functools.partial(
-    math_verify.parse,
-    extraction_config=[math_verify.LatexExtractionConfig(boxed_match_priority=0)],
-    fallback_mode='no_fallback',
-    parsing_timeout=None,
-  )
-  golds = read(f'\\boxed{{{gold}}}')
-  if not golds:
-    raise ValueError(
-      f"answer {gold!r} for reward 'math': expected an expression that math-verify "
-      'can read'
-    )
-  try:  # the border with what a model may write
-    guesses = read(f'\\boxed{{{guess}}}')
-    if not math_verify.verify(golds, guesses, timeout_seconds=None):
-      return False
-    a, b = golds[0], guesses[0]
-    if not all(isinstance(x, sympy.Expr) and x.is_number for x in (a, b)):
-      return True
-    # A decimal is the fraction it spells: 0.333333 is not 1/3.
-    a, b = (sympy.nsimplify(x.doit(), rational=True) for x in (a, b))
-    if a.is_Rational and b.is_Rational:
-      return bool(a == b)
-    return bool(abs((a - b).evalf()) <= 1e-6 * max(abs(a.evalf()), abs(b.evalf())))
-  except Exception:
-    return False

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.host import maths
+from jaxrl_sched.host import equality, maths
 from jaxrl_sched.types import Prompt
 
 Verifier = Callable[[str, Prompt], float]
@@ -45,24 +45,23 @@ def final_number(text: str, prompt: Prompt) -> float:
 def math_answer(text: str, prompt: Prompt) -> float:
   r"""The last boxed expression equals the answer, as mathematics.
 
-  A text without any box is read for its last maths between dollar signs, or taken
-  for the answer as a whole. Decided in turn: the
-  same string; two written-out numbers, exactly; then math-verify, whose verdict
-  'equal' on two numbers stands only if exact ones are exactly equal and others
-  agree to six digits of their own size (it compares tiny numbers absolutely).
+  A text without any box is read for what follows its last ####, or its last maths
+  between dollar signs, or taken for the answer as a whole. Decided in turn: the same
+  string; two written-out numbers, exactly; then math-verify, whose verdict 'equal'
+  stands only if the numbers in both are exactly equal. A decimal is the fraction it
+  spells: 0.333 is not 1/3, nor 3.14159 pi.
 
-  Degree signs, currencies and units (a word after a number) are ignored; `x = 5`
-  equals `5`. Where one side has a percent sign, the other may be the number before
-  it or that over 100: 50\% equals 50 and 0.5. `(C)` and `\text{(C) Paris}` are the
-  choice `C`. Digits without a base equal the same digits in any.
+  A unit, a currency or a plural noun after the number is ignored where one side has
+  none, and must be the same where both have one (`units.py`). In `x = 3 + 4 = 7` the
+  last side counts, and each other one must be a name or equal. `\sqrt{2} \approx
+  1.41` is \sqrt{2}, if it is about 1.41; `\approx 7` is 7. Where one side has a
+  percent sign, the other may be the number before it or that over 100: 50\% equals
+  50 and 0.5. `(C)` and `\text{(C) Paris}` are the choice `C`. Digits without a base
+  equal the same digits in any.
   """
   check_answer('math', prompt.answer)
   gold, guess = (maths.answer_in(s) for s in (_as_text(prompt.answer), text))
-  if not gold:
-    raise _bad_answer('math', prompt.answer, 'an expression, its box closed')
-  if not guess:
-    return 0.0
-  return _full(prompt) * maths.equal(gold, guess)
+  return _full(prompt) * (bool(guess) and equality.equal(gold, guess))
 
 
 # --- text -----------------------------------------------------------------------
@@ -291,6 +290,12 @@ def check_answer(name: str, answer: Any) -> None:
     raise _bad_answer(name, answer, 'a finite number')
   if name == 'final_number' and maths.number(answer) is None:
     raise _bad_answer(name, answer, 'a number or the text of one')
+  if name == 'math':
+    gold = maths.answer_in(_as_text(answer))
+    if not gold or not maths.is_balanced(gold):
+      raise _bad_answer(
+        name, answer, f'an expression of 1 to {maths.LONGEST} characters, braces closed'
+      )
 
 
 def _bad_answer(name: str, answer: Any, expected: str) -> ValueError:

@@ -36,6 +36,7 @@ sys.stdin.readline()
 
 def make_folder(where: pathlib.Path, size: float, dtype: str) -> int:
   """Writes it unless it is there. Returns the bytes of its largest tensor in float32."""
+  import jax
   import numpy as np
 
   from jaxrl_sched.device import hf_tensors, model, weights
@@ -51,7 +52,7 @@ def make_folder(where: pathlib.Path, size: float, dtype: str) -> int:
   if not where.exists():
     # Repeated numbers, so that making it takes no memory.
     shapes = model.abstract(config)[0]
-    parameters = weights.jax.tree.map(
+    parameters = jax.tree.map(
       lambda s: np.broadcast_to(np.float32(0.5), s.shape), shapes
     )
     weights.export(

@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import time
 
+from hf_files import change
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -56,13 +57,6 @@ def refusal(where: pathlib.Path | str) -> str:
   return said
 
 
-def change(file: pathlib.Path, **tensors) -> None:
-  """Rewrites a safetensors file; a value of None removes the tensor."""
-  stored = load_file(file) | tensors
-  kept = {name: tensor for name, tensor in stored.items() if tensor is not None}
-  save_file(kept, file, metadata={'format': 'pt'})
-
-
 def reindex(where: pathlib.Path, **entries) -> None:
   """Changes the index; a value of None removes the tensor."""
   index = json.loads((where / INDEX).read_text())
@@ -84,6 +78,14 @@ def test_a_folder_that_is_none_is_said(tmp_path, one):
   assert refusal(one) == f'{one}: no {ONE} or {INDEX}'
 
 
+@pytest.mark.parametrize('name', ['', 'a\nb', 'a/b\n', '\0'])
+def test_a_name_that_is_none_is_one_line(name):
+  """'' is not the folder one happens to be in."""
+  assert refusal(name) == (
+    f'model: {name!r}, expected a folder or a hub id (owner/name)'
+  )
+
+
 def test_a_hub_id_that_is_not_to_be_had_is_said_at_once():
   began = time.perf_counter()
   for get in (weights.load, weights.generation_config):
@@ -103,9 +105,8 @@ def test_a_hub_id_that_is_not_to_be_had_is_said_at_once():
 )
 def test_weights_of_another_format_are_named(name, one):
   (one / ONE).rename(one / name)
-  assert refusal(one) == (
-    f'{one}: no {ONE} or {INDEX}; there is {name}, expected safetensors'
-  )
+  other = ', expected safetensors' * (not name.endswith('safetensors'))
+  assert refusal(one) == f'{one}: no {ONE} or {INDEX}; there is {name}{other}'
   (one / 'config.json').unlink()
   assert f'config.json: no such file; there is {name}' in refusal(one)
 
@@ -114,6 +115,22 @@ def test_an_adapter_is_not_taken_for_a_model(one):
   """Even beside whole weights: transformers would load its base and add it."""
   (one / 'adapter_config.json').write_text('{}')
   assert 'adapter_config.json, an adapter of PEFT; expected a whole' in refusal(one)
+
+
+def test_a_folder_is_not_taken_for_a_file(one):
+  for name, said in (
+    ('generation_config.json', ': a folder, expected a file'),
+    ('config.json', ': a folder, expected a file'),
+  ):
+    (one / name).unlink(missing_ok=True)
+    (one / name).mkdir()
+    with pytest.raises(ValueError) as error:
+      weights.generation_config(one)
+    assert str(error.value) == f'{one / name}{said}'
+  (one / 'config.json').rmdir()
+  (one / ONE).unlink()
+  (one / ONE).mkdir()
+  assert refusal(one) == f'{one / "config.json"}: no such file'
 
 
 @pytest.mark.parametrize('name', [ONE, 'config.json'])
@@ -150,6 +167,53 @@ def test_a_tensor_of_another_shape_or_kind_is_named_with_its_file(one):
     change(file, **{name: np.zeros((24, 16), kind)})
     said = refusal(one)
     assert f'{file}: {name} is stored as ' in said and 'one of F32, BF16, F16' in said
+
+
+@pytest.mark.parametrize('kind', ['float32', 'float16', 'bfloat16'])
+@pytest.mark.parametrize('odd', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+  'name', ['lm_head.weight', 'model.layers.1.mlp.up_proj.weight']
+)
+def test_weights_that_are_not_finite_are_named(name, odd, kind, one):
+  tensor = load_file(one / ONE)[name]
+  tensor[7, -1] = odd
+  change(one / ONE, **{name: tensor.astype(kind)})
+  assert refusal(one) == f'{one / ONE}: {name} is not finite: it has NaN or inf'
+  tensor[7, -1] = 6e4  # the largest of float16, almost
+  change(one / ONE, **{name: tensor.astype(kind)})
+  weights.load(one)
+
+
+def test_headers_are_looked_at_without_reading_what_is_behind_them(one):
+  """So before a device is touched: a value that is not finite is not seen."""
+  norm = 'model.norm.weight'
+  change(one / ONE, **{norm: np.full(16, np.nan, np.float32)})
+  weights.check(one, weights.describe(one))
+  change(one / ONE, **{norm: np.zeros(15, np.float32)})
+  with pytest.raises(ValueError, match=r'model.norm.weight is \[15\], expected \[16\]'):
+    weights.check(one, weights.describe(one))
+
+
+@pytest.mark.parametrize('file', ['generation_config.json', 'config.json'])
+@pytest.mark.parametrize(
+  'ends', ['x', [2, '3'], {'a': 1}, 2.5, [[2]], True, 40, -1, [2, None]]
+)
+def test_end_ids_that_are_none_are_named(ends, file, one):
+  raw = json.loads((one / 'config.json').read_text()) if file == 'config.json' else {}
+  (one / file).write_text(json.dumps(raw | {'eos_token_id': ends}))
+  with pytest.raises(ValueError) as error:
+    weights.generation_config(one)
+  assert str(error.value) == (
+    f'{one / file}: eos_token_id: {ends!r}, expected an id from 0 to 39, or a list of '
+    'them'
+  )
+
+
+@pytest.mark.parametrize('ends', [0, 39, [39, 0], [], None])
+def test_end_ids_of_the_model_are_taken(ends, one):
+  file = one / 'generation_config.json'
+  file.write_text(json.dumps({'eos_token_id': ends}))
+  assert weights.generation_config(one)['eos_token_id'] == ends
 
 
 def test_many_missing_tensors_are_counted(one):

@@ -6,11 +6,13 @@ chain rule, and from transformers.
 
 import dataclasses
 import json
+import math
 import pathlib
+import re
 import shutil
 
+from flax import nnx
 import jax
-from jax.extend.core import jaxprs_in_params
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ import transformers
 
 from jaxrl_sched import config as configs
 from jaxrl_sched import evaluate, export, train
-from jaxrl_sched.device import lora, model, weights
+from jaxrl_sched.device import attention, lora, model, weights
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.learner import Learner, Loss
@@ -160,14 +162,53 @@ def test_merging_adds_scale_a_b_to_the_targets_alone(targets):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_sampler_and_learner_have_one_function_bit_for_bit(dtype):
-  """Kind D: what stands beside merged weights for its gradient adds no value."""
+def test_what_stands_beside_merged_weights_adds_no_value(dtype):
+  """It is there for its gradient: bit for bit the function stays what it was."""
   plain = dataclasses.replace(ODD, dtype=dtype)
   config = with_lora(plain, rank=3)
   base, adapters = parts(config)
   whole = merged(base, adapters, config.lora.scale)
   beside = model.logits(lora.join(whole, adapters), config, TOKENS)
   np.testing.assert_array_equal(beside, model.logits(whole, plain, TOKENS))
+
+
+@pytest.mark.parametrize('tied', [False, True])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_sampler_and_learner_have_one_function_bit_for_bit(dtype, tied):
+  """Kind D: piece by piece, each given the same, op by op, as compilers round freely.
+
+  The sampler's weights are cast once and have no adapters beside them. None of them
+  is exact in bfloat16, the last norm's neither.
+  """
+  plain = dataclasses.replace(ODD, dtype=dtype, tied=tied)
+  config = with_lora(plain, rank=3)
+  base, adapters = parts(config)
+  whole = merged(base, adapters, config.lora.scale)
+  for leaf in jax.tree.leaves(whole):
+    assert np.mean(leaf != leaf.astype(jnp.bfloat16)) > 0.9
+  sampler, layers = model.unrolled(plain, model.by_layer(plain, whole))
+  learner = model.decoder(config, lora.join(whole, adapters))
+  graph, stacked = nnx.split(learner.blocks)
+  places = jnp.broadcast_to(jnp.arange(TOKENS.shape[1])[None], TOKENS.shape)
+  turned = model.rotation(places, plain)
+
+  def attend(q, k, v):
+    return attention.packed(q, k, v, jnp.ones_like(places)), (k, v)
+
+  x = sampler.embedded(TOKENS)
+  assert x.dtype == dtype
+  assert_identical(x, learner.embedded(TOKENS))
+  for i, layer in enumerate(layers):
+    learners = nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], stacked))
+    found = layer(x, *turned, attend)
+    assert_identical(found, learners(x, *turned, attend))
+    x = found[0]
+  hidden = sampler.norm(x)
+  assert_identical(hidden, learner.norm(x))
+  assert_identical(
+    model.head_logits(hidden, sampler.head_weight(), plain),
+    model.head_logits(hidden, learner.head_weight(), plain),
+  )
 
 
 def test_without_lora_nothing_is_added():
@@ -218,34 +259,30 @@ def test_the_gradient_is_the_chain_rule_on_that_of_whole_weights(tuned, found):
     assert_close(found[0]['blocks'][place]['lora'][name], expected, 1e-4)
 
 
-def products(jaxpr):
-  """The shapes of all that is multiplied out or scattered, loops included."""
-  shapes = set()
-  for equation in jaxpr.eqns:
-    if equation.primitive.name in ('dot_general', 'scatter-add'):
-      shapes |= {v.aval.shape for v in equation.outvars}
-    for inner in jaxprs_in_params(equation.params):
-      shapes |= products(inner)
-  return shapes
+def products(program: str) -> set[tuple[str, int]]:
+  """What a compiled program multiplies out or scatters, by how many numbers it is."""
+  found = re.findall(r'= \w+\[([\d,]*)\]\S* (dot|scatter)\(', program)
+  return {(name, math.prod(map(int, dims.split(',')))) for dims, name in found}
 
 
 def test_no_gradient_of_the_base_is_ever_made(tuned):
-  """Not even of one layer; the learner of whole weights makes one of each."""
+  """Not even of one layer, nor of the head; the learner of whole weights makes each.
+
+  In the compiled program: the traced one has what nobody asks for, too.
+  """
   config, base, *_ = tuned
   blocks = base['blocks']
-  base_shapes = {blocks[place][n].shape[1:] for n, (place, _) in PLACES.items()}
-  base_shapes.add(base['embed'].shape)
-  # einsum may put the axes of a product the other way round.
-  base_shapes = {tuple(sorted(shape)) for shape in base_shapes}
+  layer = {blocks[place][n][0].size for n, (place, _) in PLACES.items()}
+  of_base = {('dot', size) for size in layer | {base['head'].size}}
+  of_base.add(('scatter', base['embed'].size))
   batch = {k: jnp.asarray(v) for k, v in vars(batches()[0]).items()}
 
   def made(learner, rest):
     arguments = learner.state['parameters'], rest, base, batch
-    traced = learner._first.trace(*arguments)
-    return {tuple(sorted(s)) for s in products(traced.jaxpr.jaxpr)}
+    return products(learner._first.lower(*arguments).compile().as_text())
 
-  assert base_shapes <= made(build(base, ODD), {})
-  assert not base_shapes & made(build(base, config), base)
+  with_all, with_adapters = made(build(base, ODD), {}), made(build(base, config), base)
+  assert of_base <= with_all and not of_base & with_adapters
 
 
 def test_updates_move_adapters_and_nothing_else(tuned):
@@ -315,6 +352,25 @@ def test_eight_devices_learn_what_one_does(tuned, found):
   assert len(prints) == 1
   other = base | dict(norm=dict(scale=base['norm']['scale'] * 1.001))
   assert lora.fingerprint(other, mesh) not in prints
+
+
+def test_a_base_is_told_from_another_by_any_bit_of_it():
+  """And by its place: weights that are exact in bfloat16, swapped far apart."""
+  base = jax.tree.map(
+    lambda x: np.array(x.astype(jnp.bfloat16), np.float32), parts(with_lora())[0]
+  )
+  rng, others = np.random.default_rng(0), []
+  for index, leaf in enumerate(jax.tree.leaves(base)):
+    if index % 3 == 0:
+      others.append(jax.tree.map(np.copy, base))
+      bits = jax.tree.leaves(others[-1])[index].view(np.int32).reshape(-1)
+      bits[rng.integers(leaf.size)] ^= 1 << rng.integers(23)
+  others.append(jax.tree.map(np.copy, base))
+  up = others[-1]['blocks']['mlp']['up']
+  up[:] = up[::-1].copy()  # the layers, in another order
+  prints = [lora.fingerprint(tree, meshes.make_mesh()) for tree in (base, *others)]
+  assert len(others) > 4 and len(set(prints)) == len(prints)
+  assert lora.fingerprint(base, meshes.make_mesh(fsdp=2, model=2)) == prints[0]
 
 
 # --- runs --------------------------------------------------------------------------
@@ -438,7 +494,15 @@ def test_adapters_of_another_shape_or_base_are_refused(workdir, tmp_path, capsys
   [
     ('lora.rank=0', 'lora.rank: 0, expected at least 1'),
     ('lora.rank=1.5', 'config.lora.rank: 1.5, expected int'),
-    ('lora.alpha=0', 'lora.alpha: 0.0, expected above 0'),
+    ('lora.alpha=0', 'lora.alpha: 0.0, expected above 0, at most 1000 times the rank'),
+    ('lora.alpha=1e300', 'lora.alpha: 1e+300, expected above 0, at most 1000 times'),
+    ('lora.alpha=1e999', 'config.lora.alpha: inf, expected a finite number'),
+    # The model has D = N H = 128, K H = 64, F = 384.
+    ('lora.rank=65', 'lora.rank: 65, expected at most 64, the smaller side of k'),
+    (
+      "lora={'rank': 129, 'targets': ('q', 'down')}",
+      'lora.rank: 129, expected at most 128, the smaller side of q',
+    ),
     (
       'lora.targets=()',
       'lora.targets: (), expected some of q, k, v, o, gate, up, down',

@@ -1,33 +1,17 @@
 """Two processes of two CPU devices each: what they agree on, and how they fail."""
 
-import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import jax
 import numpy as np
+import processes
 import pytest
 
 from jaxrl_sched.device import multihost
 from jaxrl_sched.device.checkpoint import Checkpoints
 
-ROOT = pathlib.Path(__file__).parents[2]
-
 # Each process prints one JSON object of what it saw.
 PROGRAM = """
-import json, sys, time
-sys.path.insert(0, sys.argv[4])
-import jax
+import time
 import numpy as np
-
-me = int(sys.argv[1])
-jax.config.update('jax_num_cpu_devices', 2)
-jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-jax.distributed.initialize(f'localhost:{sys.argv[2]}', 2, me)
-
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxrl_sched.device import multihost
 from jaxrl_sched.device.checkpoint import Checkpoints
@@ -78,7 +62,7 @@ def spread(value, sharding):
 
 values = {'w': np.arange(64, dtype=np.float32).reshape(8, 8), 'n': np.int32(7)}
 del compiled[:]
-checkpoints = Checkpoints(sys.argv[3], keep=1)
+checkpoints = Checkpoints(given, keep=1)
 for step in (1, 2):
   state = {'w': spread(values['w'] * step, cut), 'n': spread(values['n'], whole)}
   checkpoints.save(step, state, control={'step': step}, pending=[me], score=None)
@@ -111,27 +95,7 @@ multihost.barrier('end')
 def run(tmp_path_factory):
   """What each process saw, and the directory of their checkpoints."""
   directory = tmp_path_factory.mktemp('checkpoints')
-  with socket.socket() as s:
-    s.bind(('localhost', 0))
-    port = s.getsockname()[1]
-  processes = [
-    subprocess.Popen(
-      [sys.executable, '-c', PROGRAM, str(i), str(port), str(directory), str(ROOT)],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-    )
-    for i in range(2)
-  ]
-  try:
-    outputs = [process.communicate(timeout=60) for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  for process, (_, errors) in zip(processes, outputs, strict=True):
-    assert process.returncode == 0, errors[-3000:]
-  return [json.loads(out.splitlines()[-1]) for out, _ in outputs], directory
+  return processes.both(PROGRAM, directory), directory
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from jaxrl_sched import train
 from jaxrl_sched.device import weights
 from jaxrl_sched.device.learner import answer_logps
-from jaxrl_sched.device.prompts import load_tokenizer, stop_ids
 from jaxrl_sched.device.sampler import Sampler
-from jaxrl_sched.device.tokenizers import Template
+from jaxrl_sched.device.templates import Template
+from jaxrl_sched.device.tokenizers import load_tokenizer, stop_ids
 from jaxrl_sched.types import Prompt, Request, Sampling
 
 ROOT = pathlib.Path(__file__).parents[2]

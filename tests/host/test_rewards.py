@@ -286,6 +286,194 @@ def test_answers_as_models_write_them(gold, guess, right):
   assert score('math', f'so \\boxed{{{guess}}}.', gold) == right
 
 
+def boxed(gold, guess) -> float:
+  return score('math', f'so \\boxed{{{guess}}}.', gold)
+
+
+# The rows of a matrix end in two backslashes, with or without a space after them.
+COLUMN = r'\begin{pmatrix} 1 \\ 2 \end{pmatrix}'
+SQUARE = r'\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}'
+
+
+@pytest.mark.parametrize(
+  'gold, guess, right',
+  [
+    (COLUMN, r'\begin{pmatrix} 2 \\ 1 \end{pmatrix}', 0),
+    (COLUMN, r'\begin{pmatrix}2\\1\end{pmatrix}', 0),
+    (COLUMN, r'\begin{pmatrix}1\\2\end{pmatrix}', 1),
+    (COLUMN, r'\begin{bmatrix} 1 \\2 \end{bmatrix}', 1),
+    (COLUMN, r'\begin{pmatrix} 1 & 2 \end{pmatrix}', 0),
+    (COLUMN, r'\left(\begin{array}{c} 1 \\ 2 \end{array}\right)', 1),
+    (SQUARE, r'\begin{bmatrix}1&2\\3&4\end{bmatrix}', 1),
+    (SQUARE, r'\left( \begin{matrix} 1 & 2 \\ 3 & 4 \end{matrix} \right)', 1),
+    (SQUARE, r'\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}', 0),
+    (SQUARE, r'\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}', 0),
+    (SQUARE, r'\begin{pmatrix} 1 & 2 & 3 & 4 \end{pmatrix}', 0),
+    ('-2', SQUARE, 0),  # its determinant
+    (
+      r'\begin{pmatrix}\frac12\\2\end{pmatrix}',
+      r'\begin{pmatrix}.5\\2\end{pmatrix}',
+      1,
+    ),
+    (
+      r'\begin{pmatrix} 2 \\ \frac13 \end{pmatrix}',
+      r'\begin{pmatrix} 2 \\ 0.333333333 \end{pmatrix}',
+      0,
+    ),
+    ('(1,2)', r'\left(1,\ 2\right)', 1),
+    ('(1,2)', r'\left( 2, 1 \right)', 0),
+  ],
+)
+def test_rows_and_entries_keep_their_places(gold, guess, right):
+  assert boxed(gold, guess) == right
+
+
+@pytest.mark.parametrize(
+  'guess',
+  [r'3 halves', r'3 \text{ thirds}', '3 fifths', '3 squared', '3 cubed', '3 factorial']
+  + ['3 plus four', '3 times five', r'3 \text{ times 2}', '3 over four', '3 infinity']
+  + [r'3 \text{ hundred}', '3 dozen', '3 dozens', '3 pairs', r'3 \text{ or four}']
+  + [r'3 \text{ is wrong}', '3 False', r'3 \text{ remainder one}', '3 less', '3 more']
+  + [r'3 \text{ cm or more}', '3 per', r'\text{not } 3', r'3 \text{ and } 4', '3 th']
+  + ['3d', '3h', '3m', '3 t', '3/m', '3mg', "3'", r'3\ldots', '3!', r'3 \pm 1'],
+)
+def test_a_word_that_is_no_unit_is_part_of_the_answer(guess):
+  assert boxed('3', guess) == 0
+
+
+@pytest.mark.parametrize(
+  'guess',
+  ['3 km/h', '3 mph', '3cm', '3 cm^2', '3 cm³', r'3\,\mathrm{m/s^2}', '3 m/s']
+  + ['3 miles per hour', r'3 \text{ square feet}', '3 sq. ft.', '3 cubic centimetres']
+  + [r'3 \text{ meters per second}', r'3\text{ m}', '3 units', '3 square units', '3°']
+  + [r'3\degree', r'3^{\circ}', '3 degrees Celsius', r'3^\circ\text{C}', '3 hours']
+  + ['3 people', '3 students', r'3 \text{ apples}', r'\text{3 apples}', r'\$3', '3 min']
+  + ['3 apples per day', r'x = 3 \text{ cm}', r'\ 3 \ ', '**3**', r'\approx 3'],
+)
+def test_a_unit_or_a_plural_noun_is_not(guess):
+  assert boxed('3', guess) == 1
+  assert boxed('4', guess) == 0
+  assert boxed(f'\\boxed{{{guess}}}', '3') == 1
+
+
+@pytest.mark.parametrize(
+  'gold, guess, right',
+  [
+    (r'5\text{ cm}', r'5 \text{ m}', 0),
+    (r'5\text{ cm}', '5 centimeters', 1),
+    (r'25\text{ cm}^2', r'25\text{ cm}', 0),
+    (r'25\text{ cm}^2', '25 square centimetres', 1),
+    ('60 minutes', '60 hours', 0),
+    ('60 min', '60 minutes', 1),
+    (r'\$5', '5 cents', 0),
+    ('$5', '5 dollars', 1),
+    (r'50\%', '50 cm', 0),
+    ('7 apples', '7 oranges', 0),
+    (r'20^\circ\text{C}', r'20^\circ\text{F}', 0),
+    (r'90^\circ', '90 radians', 0),
+    ('6:00 PM', '6:00 AM', 0),
+    ('6:00 PM', r'6:00 \text{ p.m.}', 1),
+    ('5 m', r'5\text{ m}', 1),
+    ('300', r'3 \text{ hundred}', 1),
+    ('3000000', r'\$3 \text{ million}', 1),
+    ('36', '3 dozen', 1),
+  ],
+)
+def test_two_units_must_be_the_same(gold, guess, right):
+  assert boxed(gold, guess) == right
+
+
+@pytest.mark.parametrize(
+  'gold, guess, right',
+  [
+    (r'\frac{1}{3}', '0.3333333333333333', 0),
+    (r'\pi', '3.14159265358979323846', 0),
+    (r'\pi', r'\frac{355}{113}', 0),
+    (r'\sqrt{2}', '1.41421356', 0),
+    (r'10^{50}\pi', r'10^{50}\pi+1', 0),
+    (r'(\frac13,1)', '(0.3333333333333333,1)', 0),
+    (r'\{\frac12,1\}', r'\{1,0.5\}', 1),
+    (r'(\sqrt{2}/10^{20},1)', r'(\sqrt{3}/10^{20},1)', 0),
+    (r'x=10^{-30}', r'x=2\cdot 10^{-30}', 0),
+    (r'\frac{x}{3}', '0.333333333333333x', 0),
+    (r'\frac{x}{4}', '0.25x', 1),
+    (r'\sqrt{2}', '2^{0.5}', 1),
+    (r'\frac{\sqrt3}{2}', r'\sin 60^\circ', 1),
+    (r'\cos 20^\circ', r'\sin 71^\circ', 0),
+    ('i', r'\sqrt{-1}', 1),
+    ('2+3i', r'2+3\sqrt{-1}', 1),
+    (r'e^{i\pi}', '-1', 1),
+    (r'\frac73', '2 1/3', 1),
+    ('7', '3(4)', 0),
+    ('12', '3(4)', 1),
+    ('7', '3 4', 0),
+    (r'\log_2 8', '3', 1),
+    ('7', r'3 \quad 4', 0),
+    (r'\frac12', r'\frac 1 2', 1),
+    # An approximation counts for what it approximates, if it does.
+    ('7', r'7 \approx 8', 0),
+    ('7', r'8 \approx 7', 0),
+    (r'\sqrt{2}', r'x = \sqrt{2} \approx 1.414', 1),
+    (r'\sqrt{2}', r'\sqrt{2} \approx 2.414', 0),
+    (r'\sqrt{2}', r'\approx 1.414', 0),
+    # Every side of a chain is a name or the answer.
+    ('8', 'x=3=8', 0),
+    ('x=8', 'x=3=8', 0),
+    ('8', '3=8', 0),
+    ('8', '2x=8', 0),
+    ('8', 'x+1=8', 0),
+    ('8', '-x=8', 0),
+    ('8', r'\sqrt{x}=8', 0),
+    ('8', 'x=3+5=8', 1),
+    ('8', 'f(2)=8', 1),
+    ('8', r'\angle ABC = 8^\circ', 1),
+    ('2x+3', 'y=2x+3', 1),
+    (r'8', r'\text{Area} = 3 = 8', 0),
+    (r'8', r'\text{Area} = 8\text{ cm}^2', 1),
+    # What cannot be read as a whole is not searched for what can.
+    ('7', r'8 ^^ \frac{7}{1}', 0),
+    ('7', r'8 ((( \[7\]', 0),
+    ('7', r'\foo{8} \(7\)', 0),
+    # Cases, primes, words.
+    ('x', 'X', 0),
+    ('AB', 'ab', 0),
+    ('f(x)', "f'(x)", 0),
+    ('8', "8'", 0),
+    (r'\text{east}', r'\text{seat}', 0),
+    (r'\text{east}', 'East', 1),
+    (r'\text{no solution}', r'\text{No solution}', 1),
+    ('B', 'B) 5', 1),
+    # Inequalities are intervals; a list is no pair.
+    ('[0,1)', r'0 \le x < 1', 1),
+    ('[0,1)', r'0 \le x \le 1', 0),
+    (r'(3,\infty)', 'x>3', 1),
+    (r'(3,\infty)', r'x \ge 3', 0),
+    ('x>3', r'(3,\infty)', 1),
+    ('(1,2)', '1,2', 0),
+    ('1,2', '(1,2)', 0),
+    ('1,234', '1, 234', 0),
+  ],
+)
+def test_what_math_verify_would_take_for_equal_or_would_not(gold, guess, right):
+  """G4, G6."""
+  assert boxed(gold, guess) == right
+
+
+def test_without_a_box_the_last_line_of_hashes_counts():
+  assert score('math', 'so $3+4$\n#### 7', '7') == 1
+  assert score('math', '#### 7\n#### 8', '7') == 0
+  assert score('math', r'\boxed{7}', 'It is so.\n#### 7') == 1
+
+
+@pytest.mark.parametrize(
+  'answer', [r'\frac{', r'\boxed{}', r'\boxed{7', 'x}{', '1+' * 1000 + '1', '$$']
+)
+def test_an_answer_that_maths_cannot_use_is_refused_at_load(answer):
+  with pytest.raises(ValueError, match="for reward 'math': expected an expression"):
+    rewards.check_answer('math', answer)
+  rewards.check_answer('exact', answer)
+
+
 @pytest.mark.parametrize(
   'text',
   [
@@ -293,6 +481,8 @@ def test_answers_as_models_write_them(gold, guess, right):
     ' ' * 100_000 + '2',
     '9' * 100_000,
     '$' * 50_000,
+    r'\boxed{' + '(' * 1900 + '}',
+    r'\boxed{7' + ' cm' * 600 + '!}',
     r'\(' * 50_000,
     r'\boxed{' * 20_000,
     r'\boxed{' + '{' * 900 + '2' + '}' * 900,
