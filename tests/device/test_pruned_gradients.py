@@ -53,8 +53,7 @@ def compiled():
     loss=LOSS,
     temperature=1.0,
     remat=False,
-    parts=1,
-    at_once=learning.LOGITS_AT_ONCE,
+    mesh=None,
   )
   return jax.jit(jax.grad(loss_of, has_aux=True))
 
