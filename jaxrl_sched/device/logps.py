@@ -105,20 +105,24 @@ def _forward(hidden, head, targets, cut):
     top, mass, moment, chosen = carry
     logits, ids = cut.logits(hidden, cut.slice(split, i).astype(hidden.dtype), i)
     new_top = jnp.maximum(top, logits.max(axis=3))
-    scale, p = jnp.exp(top - new_top), jnp.exp(logits - new_top[..., None])
-    mass = mass * scale + p.sum(axis=3)
-    moment = moment * scale + (p * logits).sum(axis=3)
+    below = logits - new_top[..., None]
+    p, lower = jnp.exp(below), top - new_top
+    moment = (moment + mass * lower) * jnp.exp(lower) + (p * below).sum(axis=3)
+    mass = mass * jnp.exp(lower) + p.sum(axis=3)
     hit = ids == targets[..., None, None]
     return new_top, mass, moment, chosen + jnp.where(hit, logits, 0.0).sum(axis=3)
 
-  # [B, T, P]: parts are put together once, after the loop, not in each slice.
+  # [B, T, P]: parts are put together once, after the loop, not in each slice. Masses
+  # and moments are of logits less the largest: those of the logits would cancel.
   zero = jnp.zeros((*targets.shape, cut.parts), jnp.float32)
   start = (jnp.full_like(zero, NEVER), zero, zero, zero)
   top, mass, moment, chosen = jax.lax.fori_loop(0, cut.count, add, start)
   most = top.max(axis=2, keepdims=True)
-  mass, moment = ((x * jnp.exp(top - most)).sum(axis=2) for x in (mass, moment))
+  lower = top - most
+  moment = ((moment + mass * lower) * jnp.exp(lower)).sum(axis=2)
+  mass = (mass * jnp.exp(lower)).sum(axis=2)
   total = most[..., 0] + jnp.log(mass)
-  found = chosen.sum(axis=2) - total, total - moment / mass
+  found = chosen.sum(axis=2) - total, jnp.log(mass) - moment / mass
   return found, (hidden, head, targets, total)
 
 

@@ -132,6 +132,12 @@ def test_entropy_is_that_of_the_known_tokens():
   _, entropy = token_logps(zero, head, toys.CONFIG, targets)
   np.testing.assert_allclose(entropy, np.log(300), rtol=1e-6)
 
+  # Logits far from 0, two parts, of which the second has no known token.
+  far = dataclasses.replace(toys.CONFIG, known_tokens=100)
+  flat = jnp.ones((304, 16)) * 1000 / 16
+  _, entropy = token_logps(zero + 1, flat, far, targets, parts=2, at_once=4 * 2 * 128)
+  np.testing.assert_allclose(entropy, np.log(100), rtol=1e-6)
+
   four = dataclasses.replace(toys.CONFIG, known_tokens=4)
   head = head.at[:4, 0].set(np.log([0.5, 0.3, 0.15, 0.05]))
   _, entropy = token_logps(zero.at[..., 0].set(1.0), head, four, targets)
