@@ -391,6 +391,16 @@ def trained_model(
   return model, dataclasses.asdict(model) | {'base': lora.fingerprint(base, mesh)}
 
 
+def judge_folder(c: dict[str, Any], folder: str) -> str:
+  """Puts a Hugging Face folder, its tokenizer and end ids too, in the model's place.
+
+  Returns:
+    The name under which its results are kept.
+  """
+  c['model'] |= dict(path=folder, init=None, tokenizer=None)
+  return f'hf-{pathlib.Path(folder).resolve().name}'
+
+
 def build_engine(
   run: Run,
   workdir: pathlib.Path,

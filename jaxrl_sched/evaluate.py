@@ -10,7 +10,7 @@ workdir's own config.json is used.
 import pathlib
 import sys
 
-from jaxrl_sched import config, evaluation
+from jaxrl_sched import config, evaluation, settings
 from jaxrl_sched.train import overrides, parser
 
 EPILOG = """\
@@ -28,18 +28,16 @@ def main(argv: list[str] | None = None) -> int:
     '--hf', metavar='FOLDER', help='a Hugging Face folder to evaluate instead'
   )
   arguments, rest = arguments.parse_known_args(argv)
-  workdir = pathlib.Path(arguments.workdir)
   try:
+    workdir = settings.local_workdir(arguments.workdir)
     c = config.of_workdir(arguments.config, workdir, overrides(rest))
-    if arguments.hf is not None:  # its tokenizer and end ids too
-      c['model'] |= dict(path=arguments.hf, init=None, tokenizer=None)
+    label = None if arguments.hf is None else config.judge_folder(c, arguments.hf)
     run = config.prepare(c)
     if run.evaluate is None:
       raise ValueError('config.evaluate: missing, nothing says what to evaluate on')
-    if arguments.hf is None:
+    names = [label]
+    if label is None:
       names = config.checkpointed_steps(workdir, arguments.step)
-    else:
-      names = [f'hf-{pathlib.Path(arguments.hf).resolve().name}']
     engine = config.build_engine(run, workdir, read_only=True)
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
@@ -49,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f'Evaluating {len(prompts)} prompts x {run.evaluate.samples} ...')
     print(f'{"step":>8}  {"dataset":20}{"prompts":>8}{"n":>4}  pass@k', flush=True)
     for name in names:
-      if arguments.hf is None:
+      if label is None:
         engine.restore(name)
       _evaluate(run, engine, prompts, name, workdir)
   except ValueError as error:
@@ -63,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:
   e, sampling = run.evaluate, run.evaluation_sampling()
   results = evaluation.evaluate(engine, prompts, sampling, samples=e.samples, k=e.k)
-  settings = {
+  about = {
     'step': name,
     'model': run.model.path,
     'temperature': sampling.temperature,
@@ -74,7 +72,7 @@ def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:
   }
   folder = workdir / 'eval' / str(name)
   evaluation.write(
-    results, folder, lambda c: engine.text_of(c, sampling.stop_ids), settings
+    results, folder, lambda c: engine.text_of(c, sampling.stop_ids), about
   )
   for dataset, result in results.items():
     n = result.numbers

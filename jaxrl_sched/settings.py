@@ -185,6 +185,12 @@ def dumps(c: dict[str, Any]) -> str:
   return json.dumps(c, indent=2, sort_keys=True) + '\n'
 
 
+def local_workdir(name: str) -> pathlib.Path:
+  if '://' in name:
+    raise ValueError(f'--workdir={name}: expected a local folder')
+  return pathlib.Path(name)
+
+
 def of_workdir(workdir: pathlib.Path) -> dict[str, Any] | None:
   """The config that made a workdir; None: it is new."""
   file = workdir / 'config.json'

@@ -42,16 +42,13 @@ def main(argv: list[str] | None = None) -> int:
   which.add_argument('--step', metavar='N', help='a checkpoint: a step or latest')
   which.add_argument('--hf', metavar='FOLDER', help='a Hugging Face folder')
   arguments, rest = arguments.parse_known_args(argv)
-  workdir = pathlib.Path(arguments.workdir)
   try:
-    if '://' in arguments.workdir:
-      raise ValueError(f'--workdir={arguments.workdir}: expected a local folder')
+    workdir = settings.local_workdir(arguments.workdir)
     c = config.of_workdir(arguments.config, workdir, overrides(rest))
     c['evaluate'] = None  # held-out prompts are none of its business
     step, label = None, 'start'
     if arguments.hf is not None:
-      c['model'] |= dict(path=arguments.hf, init=None, tokenizer=None)
-      label = f'hf-{pathlib.Path(arguments.hf).resolve().name}'
+      label = config.judge_folder(c, arguments.hf)
     elif arguments.step is not None:
       if arguments.step == 'all':
         raise ValueError('--step=all: expected one step')

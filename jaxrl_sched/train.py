@@ -100,9 +100,7 @@ def main(argv: list[str] | None = None) -> int:
       return 0
     if arguments.workdir is None:
       command.error('the following arguments are required: --workdir')
-    workdir = pathlib.Path(arguments.workdir)
-    if '://' in arguments.workdir:
-      raise ValueError(f'--workdir={arguments.workdir}: expected a local folder')
+    workdir = settings.local_workdir(arguments.workdir)
     c = config.read(arguments.config, overrides(rest))
     run = config.prepare(c)
     settings.check_workdir(workdir, c, config.free(c))

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from toys import lines
 
 from jaxrl_sched import evaluate, train
 
@@ -44,15 +45,6 @@ def finish(process, code=0):
   out, _ = process.communicate(timeout=300)
   assert process.returncode == code, out
   return out
-
-
-def lines(workdir, name='metrics.jsonl'):
-  """What a run wrote, but for times."""
-  found = []
-  for line in (pathlib.Path(workdir) / name).read_text().splitlines():
-    line = json.loads(line)
-    found.append({k: v for k, v in line.items() if not k.startswith('time/')})
-  return found
 
 
 @pytest.fixture(scope='module')

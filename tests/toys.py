@@ -7,6 +7,8 @@ be said on paper.
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,15 @@ def parameters(config: ModelConfig = CONFIG, seed: int = 0, *, sharpness: float 
   fresh = model.init(config, seed)
   fresh['embed'] = fresh['embed'] * sharpness
   return fresh
+
+
+def lines(workdir, name='metrics.jsonl'):
+  """What a run wrote, but for times."""
+  found = []
+  for line in (pathlib.Path(workdir) / name).read_text().splitlines():
+    line = json.loads(line)
+    found.append({k: v for k, v in line.items() if not k.startswith('time/')})
+  return found
 
 
 def written(state):

@@ -192,7 +192,7 @@ class Merged:
   def by(self, adapters: dict) -> dict:
     """Made when these adapters are first asked for."""
     if self._version is not adapters:
-      self._whole = None  # not two of them at a time
+      self._whole = self._version = None  # not two of them at a time
       self._whole = join(self._base, self._merge(self._base, adapters))
       self._version = adapters
     return self._whole

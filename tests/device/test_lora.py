@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 import torch
 import toys
+from toys import lines
 import transformers
 
 from jaxrl_sched import config as configs
@@ -386,14 +387,6 @@ RUN = [
 def run(workdir, steps):
   argv = [f'--config={SMOKE}', f'--workdir={workdir}', f'--config.steps={steps}', *RUN]
   assert train.main(argv) == 0
-
-
-def lines(workdir):
-  found = []
-  for line in (workdir / 'metrics.jsonl').read_text().splitlines():
-    line = json.loads(line)
-    found.append({k: v for k, v in line.items() if not k.startswith('time/')})
-  return found
 
 
 @pytest.fixture(scope='module')
