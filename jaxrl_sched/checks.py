@@ -7,7 +7,8 @@ from typing import Any
 from jaxrl_sched.device import losses
 from jaxrl_sched.device.learner import make_optimizer
 from jaxrl_sched.device.lora import Lora
-from jaxrl_sched.host.packing import AVERAGING
+from jaxrl_sched.host.packing import AVERAGES, AVERAGING
+from jaxrl_sched.host.pruning import check_rate
 from jaxrl_sched.host.rewards import overlong_penalty
 
 
@@ -66,11 +67,62 @@ def check_numbers(c: dict[str, Any]) -> None:
   chunk = c['sampler']['chunk']
   need(chunk >= 1, 'sampler.chunk', chunk, 'at least 1')
   _check_choices(c, need)
+  _check_controllers(c, need)
+
+
+def _check_controllers(c: dict[str, Any], need: Callable) -> None:
+  """How group sizes, pruning and the rest go together."""
+  scheduler, sagc, loss = c['scheduler'], c['sagc'], c['loss']
+  dynamic, group = scheduler['dynamic_sampling'], scheduler['group_size']
+  if c['teacher'] is not None:
+    for name in (
+      'snooze',
+      'tiers',
+      'sagc',
+      'lengths',
+      'prune_prompts',
+      'prune_answers',
+    ):
+      need(c[name] is None, name, c[name], 'None, as there is a teacher')
+  if not dynamic:
+    surplus = 'there is no surplus without dynamic sampling'
+    need(not scheduler['borrow'], 'scheduler.borrow', True, f'False: {surplus}')
+    quotas = scheduler['quotas']
+    need(quotas, 'scheduler.quotas', quotas, 'True without dynamic sampling')
+  by_prompt = sagc is not None and sagc['prompt_aware']
+  if sagc is not None:
+    sizes = sagc['sizes']
+    expected = f'one of config.sagc.sizes={list(sizes)}, as it is the first size'
+    need(group in sizes, 'scheduler.group_size', group, expected)
+  if by_prompt:
+    expected = 'a block (it may be empty), as sagc.prompt_aware is on'
+    need(c['lengths'] is not None, 'lengths', None, expected)
+    need(scheduler['quotas'], 'scheduler.quotas', False, 'True with sagc.prompt_aware')
+    borrow = scheduler['borrow']
+    need(not borrow, 'scheduler.borrow', borrow, 'False with sagc.prompt_aware')
+  # Where the number of tokens hangs on what was decided, they cannot be averaged over.
+  average = loss['averaging'] or AVERAGING[loss['kind']]
+  why = 'prune_prompts' if c['prune_prompts'] is not None else 'sagc.prompt_aware'
+  if average == 'token' and (by_prompt or c['prune_prompts'] is not None):
+    expected = (
+      "'group' (a mean over the tokens of each group), 'sequence' or 'constant'"
+    )
+    need(False, 'loss.averaging', average, f'{expected} with {why}')
+  for name in ('prune_prompts', 'prune_answers'):
+    if c[name] is not None:
+      key, high = f'config.{name}.rate', c[name]['allow_high_rate']
+      check_rate(key, c[name]['rate'], allow_high_rate=high)
+  if c['prune_prompts'] is not None:
+    regime, expected = c['prune_prompts']['regime'], "'fill' with dynamic sampling"
+    good = regime == 'fill' or not dynamic
+    need(good, 'prune_prompts.regime', regime, expected)
+  every = c['checkpoint']['compare_every']
+  need(every >= 1, 'checkpoint.compare_every', every, 'at least 1')
 
 
 def _check_choices(c: dict[str, Any], need: Callable) -> None:
   loss = c['loss']
-  kinds, averages = ', '.join(AVERAGING), set(AVERAGING.values())
+  kinds = ', '.join(AVERAGING)
   need(loss['kind'] in AVERAGING, 'loss.kind', loss['kind'], f'one of {kinds}')
   need(loss['kl'] in ('k1', 'k2', 'k3'), 'loss.kl', loss['kl'], 'one of k1, k2, k3')
   losses.check_settings(
@@ -83,9 +135,9 @@ def _check_choices(c: dict[str, Any], need: Callable) -> None:
   if c['overlong'] is not None:
     overlong_penalty([1], limit=c['sampling']['max_new_tokens'], **c['overlong'])
   need(loss['kl_coef'] >= 0, 'loss.kl_coef', loss['kl_coef'], '0 or more')
-  expected = f'one of {", ".join(sorted(averages))}'
+  expected = f'one of {", ".join(AVERAGES)}'
   average = loss['averaging']
-  need(average is None or average in averages, 'loss.averaging', average, expected)
+  need(average is None or average in AVERAGES, 'loss.averaging', average, expected)
   make_optimizer(**c['optimizer'], steps=c['steps'])
   if c['lora'] is not None:
     Lora(**c['lora'])

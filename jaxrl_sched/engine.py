@@ -6,9 +6,7 @@ The device engine answers with chips, the simulator with a clock.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
-from jaxrl_sched.types import Group, Request
+from jaxrl_sched.types import Group, Lesson, Request
 
 
 class Stopped(Exception):
@@ -20,6 +18,13 @@ class Engine(Protocol):
 
   def agree(self, make: Callable[[], Any]) -> Any:
     """The value of `make()` on process 0, given to every process."""
+
+  def compare(self, what: str, make: Callable[[], Any]) -> None:
+    """Makes sure that the state `make()` is the same on every process.
+
+    Raises:
+      RuntimeError: on all of them, naming `what` and the processes that differ.
+    """
 
   def submit(self, requests: Sequence[Request]) -> None:
     """Hands out work; answers are sampled with the weights of this step."""
@@ -34,10 +39,8 @@ class Engine(Protocol):
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     """Samples and grades at once, without shaping; in the order given."""
 
-  def learn(
-    self, groups: Sequence[Group], advantages: Sequence[np.ndarray]
-  ) -> dict[str, Any]:
-    """One update from these groups (none: no update); the step counts on.
+  def learn(self, lesson: Lesson) -> dict[str, Any]:
+    """One update from this lesson (an empty one: no update); the step counts on.
 
     Returns:
       Metrics, which may still be on their way.

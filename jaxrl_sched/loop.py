@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import time
 from typing import Any
 
-import numpy as np
-
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.engine import Engine, Stopped
 from jaxrl_sched.metrics import Recorder
@@ -24,7 +22,7 @@ def train(
   save_every: int,
   evaluate_every: int,
   evaluate: Callable[[int], tuple[dict[str, float], float | None]] | None,
-  advantages_of: Callable[[np.ndarray], np.ndarray],
+  compare_every: int = 50,
   samples_of: Callable[[Sequence[Group]], list[dict[str, Any]]] = lambda groups: [],
 ) -> bool:
   """Runs from `engine.step` to `steps` updates.
@@ -35,7 +33,7 @@ def train(
 
   Args:
     evaluate: step -> metrics and the score by which the best checkpoint is kept.
-    advantages_of: rewards of a group [G] -> [G].
+    compare_every: steps between comparisons of the controllers' state over processes.
     samples_of: groups of a step's first round -> lines of samples.jsonl.
 
   Returns:
@@ -47,6 +45,8 @@ def train(
       found, score = {}, None
       if evaluate is not None and (step % evaluate_every == 0 or step == steps):
         found, score = evaluate(step)
+      if step % compare_every == 0:
+        engine.compare("the controllers' state", boundary)
       if step > 0 and (step % save_every == 0 or step == steps):
         recorder.flush()  # what came before a checkpoint is on disk before it
         engine.save(boundary(), score=score)
@@ -54,7 +54,7 @@ def train(
         recorder.rollouts(step, scheduler.pending())
         recorder.log(step, found)
         break
-      numbers = _step(engine, scheduler, recorder, step, advantages_of, samples_of)
+      numbers = _step(engine, scheduler, recorder, step, samples_of)
       recorder.log(step, found | numbers)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
@@ -65,23 +65,21 @@ def train(
   return True
 
 
-def _step(
-  engine, scheduler, recorder, step, advantages_of, samples_of
-) -> dict[str, Any]:
-  """Step v of GRPO with dynamic sampling, as the algorithm reads."""
+def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
+  """Step v of GRPO, as the algorithm reads."""
   began, samples = time.perf_counter(), []
 
   # Sample until the batch is full of groups that can teach something.
-  while requests := engine.agree(lambda: scheduler.plan(step)):
-    scheduler.sent(requests)
-    engine.submit(requests)
+  while plan := engine.agree(lambda: scheduler.plan(step)):
+    scheduler.sent(plan)
+    engine.submit(plan.requests)
     collected = engine.collect()
     samples = samples or samples_of(collected)
     scheduler.observe(collected, step)
 
-  # Learn from it.
-  groups, metrics, lines = scheduler.take_batch()
-  learned = engine.learn(groups, [advantages_of(g.rewards) for g in groups])
+  # Learn from it: groups, advantages over the full groups, and what pruning left.
+  lesson, metrics, lines = scheduler.take_batch(step)
+  learned = engine.learn(lesson)
 
   recorder.rollouts(step, lines)
   recorder.samples(step, samples)

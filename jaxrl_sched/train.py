@@ -6,19 +6,15 @@ python -m jaxrl_sched.train --config=configs/quickstart.py --workdir=DIR
 import argparse
 from collections.abc import Callable, Sequence
 import contextlib
-import functools
 import pathlib
 import signal
 import sys
 import time
 from typing import Any
 
-import numpy as np
-
 from jaxrl_sched import config, evaluation, loop, report, settings
 from jaxrl_sched.console import duration
 from jaxrl_sched.device.checkpoint import SaveError
-from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.metrics import Recorder
 from jaxrl_sched.types import Group
 
@@ -147,7 +143,7 @@ def _train(run: config.Run, workdir: pathlib.Path) -> int:
         save_every=run.checkpoint.every,
         evaluate_every=every or 1,
         evaluate=evaluator(run, engine, recorder.say),
-        advantages_of=advantages(run),
+        compare_every=run.checkpoint.compare_every,
         samples_of=samples(engine, log['samples']),
       )
       summary = recorder.summary()
@@ -192,12 +188,6 @@ def _restore(run: config.Run, engine, workdir: pathlib.Path) -> int | None:
       'another workdir, or remove them to begin anew'
     )
   return None
-
-
-def advantages(run: config.Run) -> Callable[[np.ndarray], np.ndarray]:
-  if run.c['teacher'] is not None:
-    return np.ones_like  # the policy gradient is then that of supervised learning
-  return functools.partial(group_advantages, **run.c['advantage'])
 
 
 def evaluator(run: config.Run, engine, say: Callable[[str], None]):

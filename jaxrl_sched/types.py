@@ -1,6 +1,7 @@
 """The records that pass between stages. Frozen; numpy fields, shapes beside them."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,9 @@ class Request:
   size: int  # G
   sampling: Sampling
   dataset_pass: int = 0  # the pass over its dataset in which it was drawn
+  weight: float = 1.0  # 1 / (chance that pruning asks it): corrects its whole group
+  predicted_length: float | None = None  # tokens of an answer, on average
+  exceedance: float | None = None  # predicted chance that an answer straggles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,18 +84,28 @@ class Group:
   def size(self) -> int:
     return len(self.completions)
 
-  @property
+  @functools.cached_property
   def lengths(self) -> np.ndarray:  # [G] int64, tokens
     return np.array([len(c.tokens) for c in self.completions])
 
-  @property
+  @functools.cached_property
   def truncated(self) -> np.ndarray:  # [G] bool
     return np.array([c.finish == 'length' for c in self.completions])
 
-  @property
+  @functools.cached_property
   def passed(self) -> np.ndarray:  # [G] bool, the verdict is the verifier's maximum
     best = self.request.prompt.max_reward
     return self.verdicts >= (1.0 if best is None else best) - SAME
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lesson:
+  """What a step learns from: groups, and how much of each."""
+
+  groups: list[Group]
+  advantages: list[np.ndarray]  # [G] float32 each, of the full group
+  keep: list[np.ndarray]  # [G] float64 each: 0 for what was pruned, else its weight
+  count: int  # Q: these groups, and candidates that pruning never asked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,3 +123,14 @@ class Batch:
   advantages: np.ndarray  # [B, T] float32, constant along an answer
   weights: np.ndarray  # [B, T] float32, 0 on prompts and padding
   fresh: np.ndarray  # [B, T] bool, sampled with the weights that are now trained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedBatch(Batch):
+  """A batch whose segments are a prompt, stored once, and one or more answers to it.
+
+  An answer sees the prompt and itself. Its positions continue from the prompt's end,
+  and so does its log-prob: that is where its first token is predicted.
+  """
+
+  answers: np.ndarray  # [B, T] int32, 0 on prompts and padding, then 1, 2, ... in a row

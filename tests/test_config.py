@@ -327,7 +327,7 @@ def test_a_tokenizer_with_more_ids_is_refused_where_they_are_used(folder, tmp_pa
 
 
 TEACHER = ['teacher=solutions', 'scheduler.group_size=1', 'loss.tis_cap=None']
-TEACHER.append('scheduler.dynamic_sampling=False')
+TEACHER += ['scheduler.dynamic_sampling=False', 'snooze=None']
 
 
 def refused(message: str, *overrides: str) -> None:

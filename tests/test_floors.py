@@ -14,6 +14,7 @@ import jaxrl_sched
 ROOT = pathlib.Path(jaxrl_sched.__file__).parent
 FLOORS = {
   'types': 0,
+  'journal': 0,
   'host': 1,
   'control': 1,
   'engine': 1,

@@ -10,6 +10,7 @@ from toys import graded
 from jaxrl_sched import evaluation, loop
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
+from jaxrl_sched.control.source import Source
 from jaxrl_sched.engine import Stopped
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.metrics import Recorder, read_jsonl
@@ -53,8 +54,12 @@ class PaperEngine:
     self.events.append(f'evaluate {self.step}')
     return [graded(r, [r.prompt.index % 2] * r.size) for r in requests]
 
-  def learn(self, groups, advantages):
-    assert all(abs(a.sum()) < 1e-5 for a in advantages)
+  def compare(self, what, make):
+    assert toys.written(make()) == toys.written(make())
+
+  def learn(self, lesson):
+    assert lesson.count == len(lesson.groups) == 2
+    assert all(abs(a.sum()) < 1e-5 and a.any() for a in lesson.advantages)
     self.events.append(f'learn {self.step}')
     self.step += 1
     return {'loss': 0.5}
@@ -66,12 +71,13 @@ class PaperEngine:
 
 def run(engine, workdir, *, steps=4, save_every=2, evaluate_every=3, evaluate=True):
   scheduler = Scheduler(
-    Snooze({'a': 9}, {'a': 1.0}, factor=0),
+    Source(Snooze({'a': 9}, {'a': 1.0}, factor=0)),
     prompt_of,
     SAMPLING,
     groups_per_step=2,
     group_size=4,
     surplus='drop',  # so that every step samples
+    advantages_of=group_advantages,
   )
   if engine.saved:
     scheduler.load_state_dict(engine.saved[engine.step][0])
@@ -94,7 +100,6 @@ def run(engine, workdir, *, steps=4, save_every=2, evaluate_every=3, evaluate=Tr
       save_every=save_every,
       evaluate_every=evaluate_every,
       evaluate=judge if evaluate else None,
-      advantages_of=group_advantages,
     )
 
 
@@ -141,8 +146,8 @@ def test_without_useful_groups_the_step_is_counted_and_the_run_goes_on(tmp_path)
     def collect(self):
       return [graded(r, [1] * r.size) for r in self._requests]
 
-    def learn(self, groups, advantages):
-      assert groups == [] and advantages == []
+    def learn(self, lesson):
+      assert lesson.groups == [] and lesson.advantages == []
       self.step += 1
       return {'update/skipped': 1.0}
 

@@ -205,6 +205,11 @@ class Tiers:
 
   # --- questions ---
 
+  @property
+  def datasets(self) -> dict[str, float]:
+    """The share of each dataset in a batch, up to a common factor."""
+    return dict(self._weights)
+
   def streams(self) -> dict[str, tuple[str, np.ndarray]]:
     """Stream -> its dataset and the indices [n] int32 of its prompts there, ascending.
 
@@ -313,6 +318,32 @@ class Tiers:
     check_state('tiers.planned', state['planned'], own['planned'])
     self._released = state['released']
     self._planned = {stream: state['planned'][stream] for stream in self._streams}
+
+
+def open_tiers(
+  table: str | list | tuple,
+  ids: Mapping[str, Iterable[str]],
+  weights: Mapping[str, float],
+  *,
+  steps: int,
+  unknown: str = 'refuse',
+  low: float = 0.05,
+  high: float = 0.95,
+  boost: tuple = (1.0, 2.0, 1.0),
+  release: float = 0.5,
+  drop_easy: bool = False,
+) -> Tiers:
+  """Tiers by the pass rates of one or several tables; see `read_rates` and `Tiers`."""
+  return Tiers(
+    read_rates(table, ids, unknown=unknown),
+    weights,
+    steps=steps,
+    low=low,
+    high=high,
+    boost=boost,
+    release=release,
+    drop_easy=drop_easy,
+  )
 
 
 def _check(rates, weights, steps, low, high, boost, release) -> None:

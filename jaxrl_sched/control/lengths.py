@@ -5,7 +5,7 @@ dataset, a regression that answers for what a prompt has not shown yet. One answ
 taken as lognormal. Arrays, not a dict a prompt: 11 bytes each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import math
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxrl_sched.control.length_rules import (
   rank_correlation,
   visits,
 )
+from jaxrl_sched.journal import Journal
 
 VERSION = 1
 Keys = Sequence[tuple[str, int]]  # (dataset, index)
@@ -84,6 +85,14 @@ class LengthPredictor:
     self._spread = np.zeros(prompts, np.float32)  # within a group, of ln length
     self._groups = np.zeros(prompts, np.uint8)  # seen, counted no further than needed
     self._pass_rate = np.full(prompts, 0.5, np.float16)  # of the newest group
+    self._prompts = Journal(
+      {
+        'mean': self._mean,
+        'spread': self._spread,
+        'groups': self._groups,
+        'pass_rate': self._pass_rate,
+      }
+    )
     # Per dataset.
     self._sums = DatasetSums(len(datasets), limit=limit, forgetting=forgetting)
     self._ln_c = np.zeros(len(datasets))  # calibration of `high`
@@ -214,6 +223,7 @@ class LengthPredictor:
         raise ValueError(
           f'lengths: pass_rates {pass_rates}, expected {len(keys)} from 0 to 1'
         )
+    self._prompts.note(flat)
     starts = np.cumsum(sizes) - sizes
     mean = np.add.reduceat(np.log(answers), starts) / sizes
     longest = np.log(np.maximum.reduceat(answers, starts))
@@ -310,12 +320,25 @@ class LengthPredictor:
 
   # --- state ---
 
+  def freeze(self) -> Callable[[], dict[str, Any]]:
+    """The state as of now, to be written out later, if at all.
+
+    Costs next to nothing, and holds until the next call or load; a RuntimeError after
+    that.
+    """
+    of_datasets, of_prompts = self._state_of_datasets(), self._prompts.freeze()
+    return lambda: of_datasets | of_prompts()
+
   def state_dict(self) -> dict[str, Any]:
-    arrays = {name: array.copy() for name, array in self._arrays().items()}
-    return {'version': VERSION, 'datasets': dict(self._datasets), **arrays}
+    """JSON, but for arrays."""
+    return self._state_of_datasets() | self._prompts.copies()
+
+  def _state_of_datasets(self) -> dict[str, Any]:
+    arrays = {name: array.copy() for name, array in self._of_datasets().items()}
+    return {'version': VERSION, 'datasets': dict(self._datasets)} | arrays
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
-    own = self._arrays()
+    own = self._of_datasets() | self._prompts.arrays
     check_state('lengths', state, {'version': VERSION, 'datasets': {}} | own)
     for key, expected in (('version', VERSION), ('datasets', self._datasets)):
       if state[key] != expected:
@@ -327,16 +350,13 @@ class LengthPredictor:
           f'state of lengths: {name} is {found.dtype}{list(found.shape)}, expected '
           f'{array.dtype}{list(array.shape)}'
         )
+    self._prompts.forget()
     for name, array in own.items():
       array[...] = state[name]
     self._told = {}
 
-  def _arrays(self) -> dict[str, np.ndarray]:
+  def _of_datasets(self) -> dict[str, np.ndarray]:
     return {
-      'mean': self._mean,
-      'spread': self._spread,
-      'groups': self._groups,
-      'pass_rate': self._pass_rate,
       'sums': self._sums.products,
       'spreads': self._sums.spreads,
       'ln_c': self._ln_c,

@@ -35,16 +35,29 @@ class Orders:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ahead:
-  """The next requests of a dataset, and where they lead."""
+  """The next requests of a dataset, and where each leads."""
 
   indices: np.ndarray  # [n] int64
   numbers: np.ndarray  # [n] int64, the pass of each
-  early: np.ndarray  # [n] bool, woken before its time
-  number: int  # the pass and the cursor after them
-  cursor: int
+  cursors: np.ndarray  # [n] int64, after each
+  met: int  # of them were met on the way; then come those woken before their time
+  early: int  # so many
+
+  def first(self, n: int) -> 'Ahead':
+    met, early = min(n, self.met), min(max(0, n - self.met), self.early)
+    arrays = self.indices[:n], self.numbers[:n], self.cursors[:n]
+    return Ahead(*arrays, met, early)
+
+  def is_early(self) -> np.ndarray:  # [n] bool
+    place = np.arange(len(self.indices))
+    return (place >= self.met) & (place < self.met + self.early)
 
   def picks(self) -> list[tuple[int, int]]:
     return list(zip(self.indices.tolist(), self.numbers.tolist(), strict=True))
+
+
+_NOTHING = np.empty(0, np.int64)
+_NONE_AHEAD = Ahead(_NOTHING, _NOTHING, _NOTHING, 0, 0)
 
 
 class Passes:
@@ -53,7 +66,7 @@ class Passes:
   def __init__(self, seed: int, place: int, size: int):
     self.rows = Sleepers(size)
     self._orders = Orders(seed, place, size)
-    self._peeked: Ahead | None = None  # a cache: `take` follows `ahead` as a rule
+    self._peeked = _NONE_AHEAD  # a cache: `take` follows `ahead` as a rule
 
     self.number = 0  # the pass
     self.cursor = 0
@@ -62,62 +75,68 @@ class Passes:
 
   def ahead(self, n: int) -> Ahead:
     """The next n requests, with nothing changed."""
-    if self._peeked is not None and len(self._peeked.indices) == n:
-      return self._peeked
-    number, cursor, missing = self.number, self.cursor, n
-    indices, numbers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    woken = np.empty(0, np.int32)  # sleepers met on the way: they are on probe now
+    if len(self._peeked.indices) < n:
+      self._peeked = self._look(n, self._peeked.first(self._peeked.met))
+    return self._peeked.first(n)
+
+  def _look(self, n: int, met: Ahead) -> Ahead:
+    """The next n requests, of which these are the first."""
+    number, cursor, missing = self.number, self.cursor, n - met.met
+    if met.met:
+      number, cursor = int(met.numbers[-1]), int(met.cursors[-1])
+    indices, numbers, cursors = [met.indices], [met.numbers], [met.cursors]
+    # Sleepers met on the way: they are on probe now.
+    woken = met.indices[self.rows.is_asleep(met.indices)]
     while missing:
-      found, cursor = self._scan(number, cursor, missing, woken)
+      found, after = self._scan(number, cursor, missing, woken)
       indices.append(found)
       numbers.append(np.full(len(found), number))
+      cursors.append(after)
+      cursor = int(after[-1]) if len(after) else cursor
       woken = np.concatenate([woken, found[self.rows.is_asleep(found)]])
       missing -= len(found)
       # A pass through which all sleep does not count.
       if not missing or self.rows.count(number + 1) <= len(woken):
         break
       number, cursor = number + 1, 0
-    early = np.empty(0, np.int64)
+    early = _NOTHING
     if missing:
       # Those due have been met above, and are the first of all sleepers.
       early = self.rows.earliest(missing + len(woken))
       early = early[~np.isin(early, woken)]
-      missing -= len(early)
-    indices.append(early)
-    if missing:
+      indices.append(early)
+    if missing > len(early):
       open_ones = np.concatenate([self.rows.probes(), woken, early])
-      indices.append(np.resize(open_ones, missing))  # round and round
-    met = sum(map(len, numbers))
-    numbers.append(np.full(n - met, number))
-    is_early = np.zeros(n, bool)
-    is_early[met : met + len(early)] = True
-    self._peeked = Ahead(
-      np.concatenate(indices), np.concatenate(numbers), is_early, number, cursor
-    )
-    return self._peeked
+      indices.append(np.resize(open_ones, missing - len(early)))  # round and round
+    numbers.append(np.full(missing, number))
+    cursors.append(np.full(missing, cursor))
+    arrays = map(np.concatenate, (indices, numbers, cursors))
+    return Ahead(*arrays, n - missing, len(early))
 
   def _scan(
     self, number: int, cursor: int, n: int, woken: np.ndarray
-  ) -> tuple[np.ndarray, int]:
-    """The next n of a pass that may be drawn, or all, and the cursor past them.
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """The next n of a pass that may be drawn, or all, and the cursors after them.
 
     What is passed by is not looked at again in the pass, so that all scans of a pass
     together cost less than making its order did.
     """
-    found = [np.empty(0, np.int32)]
-    if self.rows.count(number) > len(woken):
-      order, at, piece = self._orders.of(number), cursor, max(64, 2 * n)
+    found, cursors = [_NOTHING], [_NOTHING]
+    count = self.rows.count(number)
+    if count > len(woken):
+      order, at, piece = self._orders.of(number), cursor, 0
       while n and at < len(order):
-        seen = order[at : at + piece]
+        # As many as should hold n of them.
+        piece = max(64, 2 * piece, int(1.1 * n * len(order) / count))
+        seen = order[at : at + min(piece, 1 << 20)]
         good = self.rows.may_be_drawn(seen, number)
         if len(woken):
           good &= ~np.isin(seen, woken)
         places = np.flatnonzero(good)[:n]
-        if len(places):
-          found.append(seen[places])
-          n, cursor = n - len(places), at + int(places[-1]) + 1
-        at, piece = at + len(seen), min(2 * piece, 1 << 20)
-    return np.concatenate(found), cursor
+        found.append(seen[places])
+        cursors.append(at + places + 1)
+        n, at = n - len(places), at + len(seen)
+    return np.concatenate(found), np.concatenate(cursors)
 
   def take(self, ahead: Ahead, asked: np.ndarray, draws: np.ndarray) -> None:
     """Goes there. Those not asked, [n] bool, are visited and no more.
@@ -125,8 +144,9 @@ class Passes:
     `draws` are the numbers of those asked, ascending.
     """
     self.repeats += self.rows.take(ahead.indices[asked], draws, ahead.numbers[asked])
-    self.early_wakes += int(np.count_nonzero(ahead.early & asked))
-    self.go_to(ahead.number, ahead.cursor)
+    self.early_wakes += int(np.count_nonzero(ahead.is_early() & asked))
+    if len(asked):
+      self.go_to(int(ahead.numbers[-1]), int(ahead.cursors[-1]))
 
   def go_to(self, number: int, cursor: int) -> None:
     self.number, self.cursor = number, cursor
@@ -135,4 +155,4 @@ class Passes:
 
   def forget_ahead(self) -> None:
     """Whoever changes rows calls this."""
-    self._peeked = None
+    self._peeked = _NONE_AHEAD

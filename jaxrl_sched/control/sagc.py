@@ -91,8 +91,8 @@ class SAGC:
       checks.check_prompt_aware(self.sizes, lambda_max, mode, hold, monotone, utility)
     if start is None:
       start = self.sizes[(len(self.sizes) - 1) // 2]
-    self.hold, self.prompt_aware = hold, prompt_aware
-    self._tau, self._delta, self._eta, self._rho = tau, delta, eta, rho
+    self.hold, self.prompt_aware, self.tau = hold, prompt_aware, tau
+    self._delta, self._eta, self._rho = delta, eta, rho
     self._prior = tuple(prompt_prior if prompt_aware else prior)
     self._radius, self._lambda_max, self._mode = radius, lambda_max, mode
     self._seed, self._period, self._trust = seed, period, trust
@@ -203,7 +203,7 @@ class SAGC:
       return
     if self._mode == 'batch':
       groups = [np.concatenate(groups)]
-    straggles = rules.exceeding(groups, self._tau) > 0
+    straggles = rules.exceeding(groups, self.tau) > 0
     rate = float(straggles.any() if self._mode == 'any' else straggles.mean())
     if self._mode == 'groups':
       self._learn(rate, place, straggles.sum(), (~straggles).sum())
@@ -228,7 +228,7 @@ class SAGC:
     self._seen = {}
     if not use.any():
       return
-    above = rules.exceeding(lengths, self._tau)[use]
+    above = rules.exceeding(lengths, self.tau)[use]
     sizes, pis = sizes[use], pis[use]
     straggles = above > 0
     self._num = self._rho * self._num + float(sizes @ pis)

@@ -1,7 +1,7 @@
-"""Which prompts get answers, and which answers are trained on.
+"""Which prompts get how many answers, and which of these are trained on.
 
-`plan` decides and changes nothing; `sent`, `observe` and `take_batch` change state
-and are called on every process with the same input.
+Here the controllers meet. `plan` decides and changes nothing; `sent`, `observe` and
+`take_batch` change state and are called on every process with the same input.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,17 +10,25 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_sched.control import ledger
 from jaxrl_sched.control.base import check_state
-from jaxrl_sched.control.snooze import Snooze, requests_for
-from jaxrl_sched.types import SAME, Completion, Group, Prompt, Request, Sampling
+from jaxrl_sched.control.filling import Pot, Quotas, Rolling, Turns
+from jaxrl_sched.control.lengths import LengthPredictor
+from jaxrl_sched.control.planning import Plan, Planner
+from jaxrl_sched.control.quotas import requests_for
+from jaxrl_sched.control.sagc import SAGC, check_rollouts
+from jaxrl_sched.control.source import Source
+from jaxrl_sched.host.pruning import AnswerPruner, PromptPruner, answer_metrics
+from jaxrl_sched.types import Group, Lesson, Prompt, Sampling
 
-FATES = ('trained', 'filtered', 'dropped')  # and, until one of them, pending
-_STATE = ('draw', 'yields', 'source', 'carried')
+VERSION = 2  # of the state
+_STATE = ('version', 'draw', 'yields', 'turns', 'source', 'carried')
+_STATE += ('sagc', 'lengths', 'pruner')
 
 
 @dataclasses.dataclass
 class _Yield:
-  """How often a dataset's groups turn out useful, forgetting slowly."""
+  """How often a stream's groups turn out useful, forgetting slowly."""
 
   useful: float = 0.0
   generated: float = 0.0
@@ -34,26 +42,53 @@ class _Yield:
     self.generated = 0.9 * self.generated + generated
 
 
-class Scheduler:
-  """A fixed group size and DAPO's dynamic sampling (arXiv 2503.14476).
+@dataclasses.dataclass
+class _Open:
+  """The batch of the step that is under way. No checkpoint ever sees one."""
 
-  Groups without spread in their verdicts are filtered and replaced, in at most
-  `max_rounds` rounds, until each dataset has its quota. Useful groups past the
-  quota are carried into the next batch, once, or dropped.
+  filling: Quotas | Pot | Turns
+  size: int  # of groups; of a prompt of average risk, if each has its own
+  groups: int  # whose quotas are kept; 0: sizes differ, and streams take turns
+  most: dict[str, int]  # requests to a stream in a round
+  round: int = 0
+  visited: int = 0  # prompts, and how many of them were pruned
+  pruned: int = 0
+  seen: list[Group] = dataclasses.field(default_factory=list)  # in draw order
+  places: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # of `seen`
+  useful: list[bool] = dataclasses.field(default_factory=list)  # of `seen`
+  settled: list[ledger.Entry] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+  """Plans rounds of requests until a batch is full, and takes in what comes of them.
+
+  With dynamic sampling (DAPO, arXiv 2503.14476) groups without spread in their
+  verdicts are filtered and replaced, in at most `max_rounds` rounds, until each stream
+  (a dataset, or a difficulty tier of it) has its quota. Useful groups past it are
+  carried into the next batch, once, or dropped. What is None is absent.
 
   Args:
-    source: whose turn it is, and who sleeps.
+    source: whose turn it is: datasets, tiers, sleepers.
     prompt_of: (dataset, index) -> Prompt.
-    sampling: dataset-independent settings of every request.
-    groups_per_step, group_size: of a batch.
+    sampling: settings of every request.
+    groups_per_step, group_size: of a batch. Their product is the number of rollouts
+      that `sagc` keeps to under hold='rollouts'; it begins with this size.
     dynamic_sampling: False trains on every group.
     surplus: 'carry' or 'drop'.
+    quotas: False takes useful groups from whatever stream they come.
+    borrow: fill what a stream could not give with surplus of others.
     overlong_filter: truncated answers are not trained on (the learner's setting).
+    sagc: group sizes, one a step or one a prompt.
+    lengths: predicts lengths, for the log and for sizes of prompts.
+    prompt_pruner, answer_pruner: DPPO's two levels.
+    advantages_of: rewards of a group [G] -> [G].
+    leave_one_out: multiply advantages by G / (G - 1), which makes the gradient of
+      centred ones independent of G on average.
   """
 
   def __init__(
     self,
-    source: Snooze,
+    source: Source,
     prompt_of: Callable[[str, int], Prompt],
     sampling: Sampling,
     *,
@@ -62,7 +97,15 @@ class Scheduler:
     dynamic_sampling: bool = True,
     max_rounds: int = 8,
     surplus: str = 'carry',
+    quotas: bool = True,
+    borrow: bool = False,
     overlong_filter: bool = False,
+    sagc: SAGC | None = None,
+    lengths: LengthPredictor | None = None,
+    prompt_pruner: PromptPruner | None = None,
+    answer_pruner: AnswerPruner | None = None,
+    advantages_of: Callable[[np.ndarray], np.ndarray] = np.zeros_like,
+    leave_one_out: bool = False,
   ):
     if groups_per_step < 1 or max_rounds < 1:
       raise ValueError(
@@ -71,159 +114,309 @@ class Scheduler:
       )
     if surplus not in ('carry', 'drop'):
       raise ValueError(f"scheduler.surplus: {surplus!r}, expected 'carry' or 'drop'")
+    if borrow and not quotas:
+      raise ValueError('scheduler.borrow: True, expected False without quotas')
+    self._rollouts = groups_per_step * group_size
+    self._by_prompt = sagc is not None and sagc.prompt_aware
+    if sagc is not None:
+      check_rollouts(sagc.sizes, self._rollouts, sagc.hold)
+    if self._by_prompt and lengths is None:
+      raise ValueError('lengths: None, expected a predictor, as sizes are of prompts')
+    if self._by_prompt and not quotas:
+      raise ValueError('scheduler.quotas: False, expected True with sizes of prompts')
+    if self._by_prompt and borrow:
+      raise ValueError('scheduler.borrow: True, expected False with sizes of prompts')
     self._source, self._prompt_of, self._sampling = source, prompt_of, sampling
-    self._quotas = source.quotas(groups_per_step)
-    self._group_size = group_size
+    self._planner = Planner(
+      source,
+      prompt_of,
+      sampling,
+      sagc=sagc,
+      lengths=lengths,
+      pruner=prompt_pruner,
+      is_mixed=not quotas,
+    )
+    self._groups, self._group_size = groups_per_step, group_size
     self._dynamic, self._surplus_rule = dynamic_sampling, surplus
+    self._quotas, self._borrow = quotas, borrow
     self._overlong_filter = overlong_filter
     self._max_rounds = max_rounds if dynamic_sampling else 1
-    self._draw = 0
-    self._yields = {name: _Yield() for name in self._quotas}
-    self._carried: list[Group] = []  # useful groups of the step before
-    self._begin()
+    self._sagc, self._lengths = sagc, lengths
+    self._pruner, self._answer_pruner = prompt_pruner, answer_pruner
+    self._advantages_of, self._leave_one_out = advantages_of, leave_one_out
 
-  def _begin(self) -> None:
-    """The state of an open batch, which no checkpoint ever sees."""
-    self._round = 0
-    self._seen: list[Group] = []  # all groups of this step, in draw order
-    self._accepted = {name: [] for name in self._quotas}
-    self._surplus: list[Group] = []
-    self._settled: list[tuple[Group, str, str]] = []  # group, fate, reason
-    for group in self._carried:
-      accepted = self._accepted[group.request.prompt.dataset]
-      if len(accepted) < self._quotas[group.request.prompt.dataset]:
-        accepted.append(group)
-      else:
-        self._settled.append((group, 'dropped', 'stale'))
+    self._draw = 0
+    self._yields = {stream: _Yield() for stream in source.sizes}
+    self._turns = dict.fromkeys(source.sizes, 0)  # groups so far, where sizes differ
+    self._turned: dict[str, float] = {}  # the weights they were counted under
+    self._carried: list[Group] = []  # useful groups of the step before
+    self._batch: _Open | None = None
 
   # --- a step, in the order of the loop ---
 
-  def plan(self, step: int) -> list[Request]:
-    """The requests of the next round; none: the batch is as full as it gets."""
-    del step  # decisions hang on the state alone
-    if self._round >= self._max_rounds:
-      return []
-    requests = []
-    for name, quota in self._quotas.items():
-      count = self._wanted(name, quota - len(self._accepted[name]))
-      for index, number in self._source.peek(name, count):
-        requests.append(
-          Request(
-            draw=self._draw + len(requests),
-            prompt=self._prompt_of(name, index),
-            size=self._group_size,
-            sampling=self._sampling,
-            dataset_pass=number,
-          )
-        )
-    return requests
+  def plan(self, step: int) -> Plan | None:
+    """The next round; None: the batch is as full as it gets."""
+    batch = self._batch or self._open(step)
+    if batch.round >= self._max_rounds:
+      return None
+    where = dict(step=step, part=batch.round, draw=self._draw)
+    if self._by_prompt and not self._dynamic:
+      return self._planner.by_turns(batch.filling, self._rollouts, **where)
+    wanted = self._wanted(batch)
+    if self._by_prompt:
+      return self._planner.by_prompt(wanted, batch.filling.rest, **where)
+    return self._planner.alike(wanted, batch.size, **where)
 
-  def _wanted(self, name: str, missing: int) -> int:
+  def _open(self, step: int) -> _Open:
+    """The batch of a step before its first round: carried groups are in it."""
+    size, groups = self._group_size, self._groups
+    if self._sagc is not None:
+      size = self._sagc.propose(step)
+      if self._sagc.hold == 'rollouts':
+        groups = self._rollouts // size
+    weights = self._source.weights(step)
+    if self._by_prompt:
+      sizes = self._sagc.allowed(step)
+      # Weights that have changed make new shares: nobody is owed what was before.
+      turns = self._turns if weights == self._turned else dict.fromkeys(weights, 0)
+      filling = Turns(turns, weights)
+      if self._dynamic:
+        filling = Rolling(turns, weights, self._rollouts, sizes, size)
+      groups = 0
+    elif self._quotas:
+      filling = Quotas(self._source.quotas(step, groups), borrow=self._borrow)
+    else:
+      filling = Pot(groups, weights)
+    most = {stream: 10 * n for stream, n in filling.lacking().items()}
+    for (stream, _), group in zip(
+      self._locate(self._carried), self._carried, strict=True
+    ):
+      filling.offer(stream, group)
+    filling.settle(last=False)
+    return _Open(filling, size, groups, most)
+
+  def _wanted(self, batch: _Open) -> dict[str, int]:
+    """Stream -> requests of the next round."""
+    lacking = batch.filling.lacking()
     if not self._dynamic:
-      return missing
-    last = self._round + 1 == self._max_rounds
-    wanted = requests_for(missing, self._yields[name].rate, 0.95 if last else None)
-    return min(wanted, 10 * self._quotas[name])
+      return lacking
+    confidence = 0.95 if batch.round + 1 == self._max_rounds else None
+    if not self._quotas:  # all streams are one
+      records = self._yields.values()
+      every = _Yield(sum(y.useful for y in records), sum(y.generated for y in records))
+      wanted = requests_for(sum(lacking.values()), every.rate, confidence)
+      return batch.filling.split(min(wanted, sum(batch.most.values())))
+    return {
+      stream: min(
+        requests_for(missing, self._yields[stream].rate, confidence),
+        batch.most[stream],
+      )
+      for stream, missing in lacking.items()
+    }
 
-  def sent(self, requests: Sequence[Request]) -> None:
-    self._round += 1
-    self._draw += len(requests)
-    for name in self._quotas:
-      mine = [r for r in requests if r.prompt.dataset == name]
-      picks = [(r.prompt.index, r.dataset_pass) for r in mine]
-      self._source.take(name, picks, [r.draw for r in mine])
+  def sent(self, plan: Plan) -> None:
+    """The round is on its way."""
+    self._begin(plan.step)
+    batch = self._batch
+    batch.round += 1
+    self._draw += len(plan.requests)
+    for stream, visits in plan.visits.items():
+      draws = plan.draws[stream]
+      awake = self._source.take(stream, visits, draws)
+      batch.visited += len(draws)
+      batch.pruned += draws.count(None)
+      if self._pruner is not None:
+        self._pruner.wake(stream, awake)
+      if self._by_prompt and not self._dynamic:
+        # Under `fill` others have taken the places of those pruned.
+        fills = self._pruner is not None and self._pruner.fills
+        batch.filling.counts[stream] += len(draws) - fills * draws.count(None)
+
+  def _begin(self, step: int) -> None:
+    """Opens the batch of a step, if that has not been done."""
+    if self._batch is not None:
+      return
+    self._batch = self._open(step)
+    self._source.begin(step, self._batch.groups)
+    if self._sagc is not None:
+      self._sagc.sent(step, self._batch.size)
 
   def observe(self, groups: Sequence[Group], step: int) -> None:
     """Takes in a round's groups, in draw order."""
     del step
-    self._seen.extend(groups)
-    for group in groups:
-      name = group.request.prompt.dataset
-      self._source.observe(
-        name,
-        group.request.prompt.index,
-        group.verdicts,
-        group.request.prompt.max_reward,
-        draw=group.request.draw,
-        drawn_pass=group.request.dataset_pass,
-      )
-      if group.size < 2 <= self._group_size:
-        self._settled.append((group, 'dropped', 'aborted'))
-      elif self._dynamic and np.ptp(group.verdicts) <= SAME:
-        self._settled.append((group, 'filtered', _verdict(group)))
-      elif len(self._accepted[name]) < self._quotas[name]:
-        self._accepted[name].append(group)
-      elif self._surplus_rule == 'carry':
-        self._surplus.append(group)
+    batch, useful = self._batch, ledger.spread(groups)
+    located = self._locate(groups)
+    for stream in dict.fromkeys(stream for stream, _ in located):
+      mine = [i for i, (name, _) in enumerate(located) if name == stream]
+      places = [located[i][1] for i in mine]
+      self._source.observe(stream, places, [groups[i] for i in mine])
+      if self._pruner is not None:
+        asleep = self._source.asleep(stream, places)
+        self._pruner.sleep(stream, np.array(places)[asleep])
+        self._pruner.wake(stream, np.array(places)[~asleep])
+    batch.seen.extend(groups)
+    batch.places.extend(located)
+    batch.useful.extend(useful.tolist())
+    for (stream, _), group, good in zip(located, groups, useful, strict=True):
+      if group.size < min(2, group.request.size):
+        batch.settled.append(ledger.Entry(group, 'dropped', 'aborted'))
+      elif good or not self._dynamic:
+        batch.filling.offer(stream, group)
       else:
-        self._settled.append((group, 'dropped', 'surplus'))
+        batch.settled.append(ledger.filtered(group))
+    batch.filling.settle(last=batch.round >= self._max_rounds)
 
-  def take_batch(self) -> tuple[list[Group], dict[str, float], list[dict[str, Any]]]:
-    """Closes the batch.
+  def _locate(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
+    return self._source.locate([group.request.prompt for group in groups])
+
+  def take_batch(
+    self, step: int
+  ) -> tuple[Lesson, dict[str, float], list[dict[str, Any]]]:
+    """Closes the batch, and lets the controllers learn from the step.
 
     Returns:
-      The groups to train on (perhaps none), metrics of the step, and a line for
-      each group whose fate it settled.
+      What to train on (perhaps nothing), metrics of the step, and a line for each
+      group whose fate it settled.
     """
-    batch = [g for groups in self._accepted.values() for g in groups]
-    for group in batch:
-      used = self._trained_tokens(group) > 0
-      fate = ('trained', '') if used else ('dropped', 'overlong')
-      self._settled.append((group, *fate))
-    for name, record in self._yields.items():
-      seen = [g for g in self._seen if g.request.prompt.dataset == name]
-      useful = sum(bool(np.ptp(g.verdicts) > SAME) for g in seen)
-      record.count(useful, len(seen))
-    self._carried = self._surplus
-    metrics = self._metrics(batch)
-    lines = [_line(*settled) for settled in self._settled]
-    self._begin()
-    return batch, metrics, lines
+    self._begin(step)  # where carried groups have filled it there was no round
+    batch = self._batch
+    lesson = self._lesson(batch, step)
+    for group, keep in zip(lesson.groups, lesson.keep, strict=True):
+      used = ~group.truncated if self._overlong_filter else np.ones(group.size, bool)
+      batch.settled.append(ledger.taken(group, keep, used))
+    self._carried = []
+    new = {group.request.draw for group in batch.seen}
+    for group in batch.filling.left:
+      if self._surplus_rule == 'carry' and group.request.draw in new:
+        self._carried.append(group)
+      else:
+        reason = 'surplus' if group.request.draw in new else 'stale'
+        batch.settled.append(ledger.Entry(group, 'dropped', reason))
+    if self._by_prompt:
+      self._turns, self._turned = batch.filling.counts, self._source.weights(step)
+    self._learn(batch, lesson, step)
+    metrics = self._metrics(batch, lesson)
+    self._batch = None
+    return lesson, metrics, [ledger.line(entry) for entry in batch.settled]
 
-  def _trained_tokens(self, group: Group) -> int:
-    kept = ~group.truncated if self._overlong_filter else np.ones(group.size, bool)
-    return int(group.lengths[kept].sum())
+  def _lesson(self, batch: _Open, step: int) -> Lesson:
+    groups = batch.filling.accepted
+    advantages = [self._advantages(group) for group in groups]
+    keep = [np.full(group.size, group.request.weight) for group in groups]
+    if self._answer_pruner is not None:
+      keep = [
+        w * self._answer_pruner.weights(g.request.draw, a, g.lengths, step)
+        for w, g, a in zip(keep, groups, advantages, strict=True)
+      ]
+    count = len(groups)
+    if self._pruner is not None and not self._pruner.fills:
+      count += batch.pruned
+    return Lesson(groups=groups, advantages=advantages, keep=keep, count=count)
+
+  def _advantages(self, group: Group) -> np.ndarray:  # [G] float32
+    advantages = self._advantages_of(group.rewards)
+    if self._leave_one_out and group.size > 1:
+      advantages = advantages * np.float32(group.size / (group.size - 1))
+    return advantages
+
+  def _learn(self, batch: _Open, lesson: Lesson, step: int) -> None:
+    """What the controllers make of all groups that the step generated."""
+    seen = list(zip(batch.places, batch.useful, strict=True))
+    for stream, record in self._yields.items():
+      mine = [useful for (name, _), useful in seen if name == stream]
+      record.count(sum(mine), len(mine))
+    seen = batch.seen
+    if self._by_prompt:
+      chances = [group.request.exceedance for group in seen]
+      self._sagc.observe_groups([group.lengths for group in seen], chances, step)
+    elif self._sagc is not None:
+      passed = [group.passed for group in seen]
+      lengths = [group.lengths for group in seen]
+      self._sagc.observe(lengths, batch.size, step, passed=passed)
+    if self._lengths is not None:
+      seen = [group for group in seen if group.size]
+      prompts = [group.request.prompt for group in seen]
+      self._lengths.observe(
+        [(prompt.dataset, prompt.index) for prompt in prompts],
+        [group.lengths for group in seen],
+        prompt_lengths=np.array([len(prompt.tokens) for prompt in prompts]),
+        pass_rates=np.array([group.passed.mean() for group in seen]),
+      )
+    if self._pruner is not None:
+      self._score(batch, lesson)
+
+  def _score(self, batch: _Open, lesson: Lesson) -> None:
+    """Tells the pruner what each prompt had to teach; a filtered group had nothing."""
+    known = {
+      group.request.draw: advantages
+      for group, advantages in zip(lesson.groups, lesson.advantages, strict=True)
+    }
+    found: dict[str, list[tuple[int, np.ndarray, float]]] = {}
+    for (stream, place), group, useful in zip(
+      batch.places, batch.seen, batch.useful, strict=True
+    ):
+      if group.size < 2:
+        continue
+      advantages = known.get(group.request.draw)
+      if advantages is None:
+        teaches = useful or not self._dynamic
+        advantages = self._advantages(group) if teaches else np.zeros(group.size)
+      if self._leave_one_out:  # scores of all sizes are to be alike
+        advantages = advantages * ((group.size - 1) / group.size)
+      found.setdefault(stream, []).append((place, advantages, group.passed.mean()))
+    for stream, records in found.items():
+      places, advantages, rates = zip(*records, strict=True)
+      self._pruner.observe_many(stream, places, advantages, pass_rates=rates)
 
   def pending(self) -> list[dict[str, Any]]:
     """A line for each group that is still carried: what the end of a run leaves."""
-    return [_line(group, 'pending', '') for group in self._carried]
+    return [ledger.line(ledger.Entry(group, 'pending')) for group in self._carried]
 
   # --- what it tells ---
 
-  def _metrics(self, batch: Sequence[Group]) -> dict[str, float]:
-    metrics = {
-      'rollout/groups_generated': len(self._seen),
-      'rollout/groups_pending': len(self._carried),
-      'rollout/rounds': self._round,
-      'rollout/tokens_generated': sum(int(g.lengths.sum()) for g in self._seen),
-      'rollout/tokens_trained': sum(map(self._trained_tokens, batch)),
-    }
-    for fate in FATES:
-      count = sum(settled[1] == fate for settled in self._settled)
-      metrics[f'rollout/groups_{fate}'] = count
-    if self._seen:
-      # Over all that was generated, filtered or not: an unbiased view of the policy.
-      lengths = np.concatenate([g.lengths for g in self._seen])
-      metrics |= {
-        'reward/mean': float(np.mean([g.rewards.mean() for g in self._seen])),
-        'pass_rate': float(np.mean([g.passed.mean() for g in self._seen])),
-        'rollout/length_mean': float(lengths.mean()),
-        'rollout/length_max': int(lengths.max()),
-        'rollout/truncated': float(
-          np.concatenate([g.truncated for g in self._seen]).mean()
-        ),
-        'rollout/grading_faults': sum(
-          fault is not None for g in self._seen for fault in g.faults
-        ),
-      }
-    for name in self._quotas:
-      seen = [g for g in self._seen if g.request.prompt.dataset == name]
-      if seen:
-        metrics[f'pass_rate/{name}'] = float(np.mean([g.passed.mean() for g in seen]))
-      if batch:
-        share = np.mean([g.request.prompt.dataset == name for g in batch])
+  def _metrics(self, batch: _Open, lesson: Lesson) -> dict[str, float]:
+    seen = batch.seen
+    metrics = ledger.count(seen, batch.settled, self._carried)
+    metrics |= ledger.averages(seen) | self._source.metrics()
+    metrics['rollout/rounds'] = batch.round
+    if self._borrow:
+      metrics['rollout/borrowed'] = batch.filling.borrowed
+    for name in dict.fromkeys(map(self._source.dataset, self._source.sizes)):
+      if lesson.groups:
+        share = np.mean([g.request.prompt.dataset == name for g in lesson.groups])
         metrics[f'share/{name}'] = float(share)
-    return metrics | self._source.metrics()
+    if self._pruner is not None:
+      metrics |= self._pruner.metrics()
+      if batch.visited:
+        metrics['dppo/prompts_kept'] = 1 - batch.pruned / batch.visited
+    if self._pruner is not None or self._answer_pruner is not None:
+      metrics |= answer_metrics(lesson.keep)
+    if self._sagc is not None:
+      metrics |= self._sagc.metrics() | self._by_size(batch, lesson)
+    if self._lengths is not None:
+      metrics |= self._lengths.metrics()
+    return metrics
+
+  def _by_size(self, batch: _Open, lesson: Lesson) -> dict[str, float]:
+    """Mean |advantage| of trained groups, and the share of useful ones, by size."""
+    metrics = {}
+    for size in self._sagc.sizes:
+      useful = [
+        good
+        for group, good in zip(batch.seen, batch.useful, strict=True)
+        if group.request.size == size
+      ]
+      if useful:
+        metrics[f'sagc/useful/{size}'] = float(np.mean(useful))
+      advantages = [
+        a
+        for g, a in zip(lesson.groups, lesson.advantages, strict=True)
+        if g.request.size == size
+      ]
+      if advantages:
+        mean = float(np.abs(np.concatenate(advantages)).mean())
+        metrics[f'sagc/advantage_abs/{size}'] = mean
+    return metrics
 
   # --- state, between two steps ---
 
@@ -234,113 +427,59 @@ class Scheduler:
     change, so that holding them is enough: tokens are turned into JSON for a save only.
     """
     state = {
+      'version': VERSION,
       'draw': self._draw,
       'yields': {n: [y.useful, y.generated] for n, y in self._yields.items()},
+      'turns': [dict(self._turns), dict(self._turned)],
+      'sagc': None if self._sagc is None else self._sagc.state_dict(),
     }
-    source, carried = self._source.freeze(), tuple(self._carried)
+    frozen = {
+      name: controller.freeze()
+      for name, controller in (
+        ('source', self._source),
+        ('lengths', self._lengths),
+        ('pruner', self._pruner),
+      )
+      if controller is not None
+    }
+    carried = tuple(self._carried)
     return lambda: (
-      state | {'source': source(), 'carried': [_pack_group(group) for group in carried]}
+      dict.fromkeys(_STATE)
+      | state
+      | {name: write() for name, write in frozen.items()}
+      | {'carried': [ledger.pack(group) for group in carried]}
     )
 
   def state_dict(self) -> dict[str, Any]:
-    """JSON and small arrays; when, see `freeze`."""
+    """JSON and arrays. Like another `freeze`, which ends the one before."""
     return self.freeze()()
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
     check_state('scheduler', state, dict.fromkeys(_STATE))
+    if state['version'] != VERSION:
+      raise ValueError(
+        f'state of scheduler: version {state["version"]}, expected {VERSION}'
+      )
     check_state('scheduler.yields', state['yields'], self._yields)
+    check_state('scheduler.turns', state['turns'][0], self._turns)
+    for name, controller in (
+      ('sagc', self._sagc),
+      ('lengths', self._lengths),
+      ('pruner', self._pruner),
+    ):
+      if (state[name] is None) != (controller is None):
+        was = 'off' if state[name] is None else 'on'
+        raise ValueError(f'state of scheduler: {name} was {was} when this run began')
+      if controller is not None:
+        controller.load_state_dict(state[name])
     self._draw = state['draw']
     self._source.load_state_dict(state['source'])
     self._yields = {name: _Yield(*y) for name, y in state['yields'].items()}
+    self._turns, self._turned = map(dict, state['turns'])
     self._carried = [
-      _unpack_group(packed, self._prompt_of, self._sampling)
+      ledger.unpack(
+        packed, self._prompt_of(packed['dataset'], packed['index']), self._sampling
+      )
       for packed in state['carried']
     ]
-    self._begin()
-
-
-def _verdict(group: Group) -> str:
-  """Why a group without spread teaches nothing."""
-  if group.request.prompt.max_reward is not None and group.passed.all():
-    return 'easy'
-  return 'hard' if group.verdicts.max() <= SAME else 'constant'
-
-
-def _line(group: Group, fate: str, reason: str) -> dict[str, Any]:
-  """A line of rollouts.jsonl, but for its step."""
-  prompt = group.request.prompt
-  return {
-    'draw': group.request.draw,
-    'prompt_id': prompt.id,
-    'dataset': prompt.dataset,
-    'size': group.size,
-    'lengths': group.lengths.tolist(),
-    'verdicts': [float(v) for v in group.verdicts],
-    'rewards': [float(r) for r in group.rewards],
-    'finish': [c.finish for c in group.completions],
-    'faults': list(group.faults),
-    'versions': [c.version for c in group.completions],
-    'fate': fate,
-    'reason': reason,
-  }
-
-
-def _pack_group(group: Group) -> dict[str, Any]:
-  """JSON that holds a group whole. Float32 numbers survive: they are floats in it."""
-  request = group.request
-  return {
-    'draw': request.draw,
-    'prompt_id': request.prompt.id,
-    'dataset': request.prompt.dataset,
-    'index': request.prompt.index,
-    'pass': request.dataset_pass,
-    'verdicts': [float(v) for v in group.verdicts],
-    'rewards': [float(r) for r in group.rewards],
-    'faults': list(group.faults),
-    'completions': [
-      {
-        'answer': c.answer,
-        'tokens': c.tokens.tolist(),
-        'logps': [float(x) for x in c.logps],
-        'finish': c.finish,
-        'version': c.version,
-      }
-      for c in group.completions
-    ],
-  }
-
-
-def _unpack_group(
-  packed: dict[str, Any], prompt_of: Callable[[str, int], Prompt], sampling: Sampling
-) -> Group:
-  completions = tuple(
-    Completion(
-      draw=packed['draw'],
-      answer=c['answer'],
-      tokens=np.array(c['tokens'], np.int32),
-      logps=np.array(c['logps'], np.float32),
-      finish=c['finish'],
-      version=c['version'],
-    )
-    for c in packed['completions']
-  )
-  prompt = prompt_of(packed['dataset'], packed['index'])
-  if prompt.id != packed['prompt_id']:
-    raise ValueError(
-      f'prompt {packed["index"]} of {packed["dataset"]!r} was {packed["prompt_id"]!r} '
-      f'when this run began, now it is {prompt.id!r}'
-    )
-  request = Request(
-    draw=packed['draw'],
-    prompt=prompt,
-    size=len(completions),
-    sampling=sampling,
-    dataset_pass=packed['pass'],
-  )
-  return Group(
-    request=request,
-    completions=completions,
-    verdicts=np.array(packed['verdicts'], np.float32),
-    rewards=np.array(packed['rewards'], np.float32),
-    faults=tuple(packed['faults']),
-  )
+    self._batch = None

@@ -1,17 +1,18 @@
 """What is known of each prompt of a dataset, and who of them sleeps.
 
-A row of 20 bytes a prompt. How many are awake and how many wake in which pass is
+A row of 20 bytes a prompt, and a byte for the pass that is on. How many are awake and how many wake in which pass is
 counted along, so that no question needs to look at all prompts; but for `earliest`,
 which does so once in a while.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.snooze_rules import LONGEST_STREAK
+from jaxrl_sched.journal import Journal
 
 ACTIVE, SNOOZED, PROBE = 0, 1, 2
 FOREVER = 2**31 - 1  # the wake pass of what shall not wake, and one past the last draw
@@ -35,13 +36,16 @@ class Sleepers:
 
   def __init__(self, size: int):
     self.size = size
-    rows = np.zeros(size, ROW)
-    rows['last'] = rows['applied'] = -1
-    self._adopt(rows)
+    self._rows = np.zeros(size, ROW)
+    self._rows['last'] = self._rows['applied'] = -1
+    self._journal = Journal({name: self._rows[name] for name in ROW.names})
+    # Who may be drawn in the pass that was last asked about: a byte a prompt, since
+    # rows, far apart in memory, are slow to look at.
+    self._open, self._open_in = np.zeros(size, bool), -1
+    self._recount()
 
-  def _adopt(self, rows: np.ndarray) -> None:
-    """Takes rows as they are, and counts them."""
-    self._rows = rows
+  def _recount(self) -> None:
+    rows, self._open_in = self._rows, -1
     self._active = int(np.count_nonzero(rows['state'] == ACTIVE))
     self._asleep: dict[int, int] = {}  # wake pass -> how many
     wakes = rows['wake'][rows['state'] == SNOOZED]
@@ -53,7 +57,6 @@ class Sleepers:
     self._bound: int | None = None
     self._near = np.empty(0, np.int64)
     self._fresh: list[int] = []
-    self._log: list[tuple[Any, Any]] | None = None  # rows as they were, see `watch`
 
   # --- questions ---
 
@@ -71,10 +74,21 @@ class Sleepers:
     return self._rows['state'][indices] == SNOOZED
 
   def may_be_drawn(self, indices: np.ndarray, number: int) -> np.ndarray:
-    state = self._rows['state'][indices]
-    return (state == ACTIVE) | (
-      (state == SNOOZED) & (self._rows['wake'][indices] <= number)
-    )
+    if number != self._open_in:
+      np.less_equal(self._rows['wake'], number, out=self._open)
+      self._open &= self._rows['state'] == SNOOZED
+      self._open |= self._rows['state'] == ACTIVE
+      self._open_in = number
+    return self._open[indices]
+
+  def sleep_past(self, indices: np.ndarray, number: int) -> np.ndarray:
+    """Whether they sleep and are not due in a pass, [n] -> [n] bool."""
+    return self.is_asleep(indices) & (self._rows['wake'][indices] > number)
+
+  def due(self, number: int) -> np.ndarray:
+    """Those who sleep and may be drawn in a pass, ascending. Looks at all."""
+    state, wake = self._rows['state'], self._rows['wake']
+    return np.flatnonzero((state == SNOOZED) & (wake <= number))
 
   def probes(self) -> np.ndarray:
     """Those woken and not heard of since, the longest gone first."""
@@ -124,10 +138,10 @@ class Sleepers:
 
   def replace(self, index: int, before: tuple[int, ...], row: tuple[int, ...]) -> None:
     """Sets a row that `get` has given as `before`."""
-    if self._log is not None:
-      self._log.append((index, before))
+    self._journal.note(index, before)
     self._rows[index] = row
     (old, new), (old_wake, wake) = (before[0], row[0]), (before[3], row[3])
+    self._open[index] = new == ACTIVE or (new == SNOOZED and wake <= self._open_in)
     self._active += (new == ACTIVE) - (old == ACTIVE)
     if old == SNOOZED:
       self._wakes(old_wake, 1)
@@ -152,8 +166,7 @@ class Sleepers:
     """
     rows = self._rows
     before = rows[indices]
-    if self._log is not None:
-      self._log.append((indices, before))
+    self._journal.note(indices, [before[name] for name in ROW.names])
     once, first = np.unique(indices, return_index=True)
     is_open = before['last'] > before['applied']
     repeats = len(indices) - len(once) + int(np.count_nonzero(is_open[first]))
@@ -162,6 +175,7 @@ class Sleepers:
     for wake, count in zip(wakes.tolist(), counts.tolist(), strict=True):
       self._wakes(wake, count)
     rows['state'][woken] = PROBE
+    self._open[woken] = False
     rows['last'][indices] = draws  # of equal indices the last one counts
     rows['drawn'][indices] = numbers
     self.newest = max(self.newest, int(draws.max(initial=-1)))
@@ -169,28 +183,19 @@ class Sleepers:
 
   # --- state ---
 
-  def watch(self) -> list[tuple[Any, Any]]:
-    """Begins to note rows as they were: what `columns` needs to go back to now."""
-    self._log = []
-    return self._log
+  def freeze(self) -> Callable[[], dict[str, np.ndarray]]:
+    """The columns as of now, to be copied later, see `Journal.freeze`."""
+    return self._journal.freeze()
 
-  def columns(self, log: list | None = None) -> dict[str, np.ndarray]:
-    """The rows now, or as they were when `watch` gave this log."""
-    if log is not None and log is not self._log:
-      raise RuntimeError('this frozen state is past: a later one or a load replaced it')
-    columns = {name: self._rows[name].copy() for name in ROW.names}
-    for indices, before in reversed(log or ()):
-      before = np.asarray(before, ROW)
-      for name, column in columns.items():
-        column[indices] = before[name]
-    return columns
+  def columns(self) -> dict[str, np.ndarray]:
+    return self._journal.copies()
 
   def load(self, columns: Mapping[str, np.ndarray]) -> None:
     """Takes columns that `check_columns` has passed."""
-    rows = np.empty(self.size, ROW)
+    self._journal.forget()
     for name in ROW.names:
-      rows[name] = columns[name]
-    self._adopt(rows)
+      self._rows[name] = columns[name]
+    self._recount()
 
 
 def check_columns(name: str, columns: Mapping[str, Any], size: int) -> None:

@@ -86,6 +86,14 @@ class Snooze:
 
   # --- questions, which change nothing ---
 
+  @property
+  def sizes(self) -> dict[str, int]:
+    return dict(self._sizes)
+
+  @property
+  def weights(self) -> dict[str, float]:
+    return dict(self._weights)
+
   def quotas(
     self, n: int, weights: Mapping[str, float] | None = None
   ) -> dict[str, int]:
@@ -98,6 +106,30 @@ class Snooze:
   def peek(self, dataset: str, n: int) -> list[tuple[int, int]]:
     """What n calls of `next` would give, each with its pass."""
     return self._dataset(dataset).ahead(n).picks()
+
+  def number(self, dataset: str) -> int:
+    """The pass that the dataset is in."""
+    return self._dataset(dataset).number
+
+  def asleep(self, dataset: str, indices: Sequence[int]) -> np.ndarray:
+    """Who of these sleeps and may not be drawn in the present pass, [n] bool."""
+    of = self._dataset(dataset)
+    indices = np.asarray(indices, np.int64)
+    for i in np.flatnonzero((indices < 0) | (indices >= of.rows.size))[:1]:
+      raise self._no_prompt(dataset, indices[i])
+    return of.rows.sleep_past(indices, of.number)
+
+  def due(self, dataset: str) -> np.ndarray:
+    """Who sleeps but may be drawn in the present pass, [n] ascending.
+
+    Looks at all prompts of the dataset: for the beginning of a pass.
+    """
+    of = self._dataset(dataset)
+    return of.rows.due(of.number)
+
+  def _no_prompt(self, dataset: str, index: int) -> ValueError:
+    most = self._sizes[dataset] - 1
+    return ValueError(f'dataset {dataset!r}: prompt {index}, expected 0 to {most}')
 
   def _dataset(self, name: str) -> Passes:
     if name not in self._of:
@@ -173,9 +205,7 @@ class Snooze:
     """
     of = self._dataset(dataset)
     if not 0 <= index < of.rows.size:
-      raise ValueError(
-        f'dataset {dataset!r}: prompt {index}, expected 0 to {of.rows.size - 1}'
-      )
+      raise self._no_prompt(dataset, index)
     before = of.rows.get(index)
     state, streak, level, wake, last, applied, drawn = before
     if draw is None:
@@ -228,9 +258,9 @@ class Snooze:
     until the next call or load; a RuntimeError after that.
     """
     scalars = self._scalars()
-    logs = {name: of.rows.watch() for name, of in self._of.items()}
+    frozen = {name: of.rows.freeze() for name, of in self._of.items()}
     return lambda: (
-      scalars | {'prompts': {n: of.rows.columns(logs[n]) for n, of in self._of.items()}}
+      scalars | {'prompts': {name: columns() for name, columns in frozen.items()}}
     )
 
   def state_dict(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -41,11 +42,16 @@ def verdict_class(
   if max(values) - min(values) > SAME:
     return 'useful'
   if array.dtype == np.float32:  # then the bounds went through float32 too
-    min_reward = float(np.float32(min_reward))
-    max_reward = None if max_reward is None else float(np.float32(max_reward))
+    min_reward = _as_float32(min_reward)
+    max_reward = None if max_reward is None else _as_float32(max_reward)
   if max_reward is not None and abs(values[0] - max_reward) <= SAME:
     return 'easy'
   return 'hard' if abs(values[0] - min_reward) <= SAME else 'constant'
+
+
+@functools.cache  # verifiers declare few
+def _as_float32(reward: float) -> float:
+  return float(np.float32(reward))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl_sched.control.base import digest
 from jaxrl_sched.device import multihost
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.learner import Learner
@@ -20,7 +21,7 @@ from jaxrl_sched.engine import Stopped
 from jaxrl_sched.host import packing
 from jaxrl_sched.host.grading import Grade, GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
-from jaxrl_sched.types import Completion, Group, Request
+from jaxrl_sched.types import Completion, Group, Lesson, Request
 
 FAILED_IN_A_ROW = 512  # answers without a verdict, and the verifier is broken
 
@@ -48,7 +49,7 @@ class DeviceEngine:
     teacher: answers in the sampler's place during training, or None.
     overlong: keyword arguments of `overlong_penalty` but for the limit, or None.
     max_new_tokens: of training; the limit that shaping and averaging speak of.
-    window: of the packing.
+    window, share_prompt: of the packing.
     stopping: whether (since a signal came) the run is to stop.
 
   Attributes:
@@ -65,6 +66,7 @@ class DeviceEngine:
     checkpoints: Checkpoints,
     max_new_tokens: int,
     window: int = 16,
+    share_prompt: bool = False,
     overlong: dict[str, Any] | None = None,
     teacher: References | None = None,
     stopping: Callable[[], bool] = lambda: False,
@@ -74,6 +76,7 @@ class DeviceEngine:
     self._sampler, self._learner, self._grader = sampler, learner, grader
     self._tokenizer, self._checkpoints = tokenizer, checkpoints
     self._max_new_tokens, self._window = max_new_tokens, window
+    self._share_prompt = share_prompt
     self._overlong = overlong
     self._teacher = teacher
     self._stopping = stopping
@@ -87,10 +90,13 @@ class DeviceEngine:
   def agree(self, make: Callable[[], Any]) -> Any:
     return multihost.agree(make, name=f'plan {self.step}')
 
+  def compare(self, what: str, make: Callable[[], Any]) -> None:
+    multihost.compare(what, lambda: digest(make()), name=f'compare {self.step}')
+
   def warm_up(self, longest_prompt: int) -> None:
     """Compiles everything, so that no step does, the first after a resume included."""
     self._sampler.warm_up(longest_prompt)
-    self._learner.warm_up()
+    self._learner.warm_up(share_prompt=self._share_prompt)
     self._sampler.load(self._learner.parameters, self.step)
     self._compiled.take()
 
@@ -208,23 +214,22 @@ class DeviceEngine:
     )
     return dataclasses.replace(group, rewards=group.verdicts + penalty)
 
-  def learn(
-    self, groups: Sequence[Group], advantages: Sequence[np.ndarray]
-  ) -> dict[str, Any]:
+  def learn(self, lesson: Lesson) -> dict[str, Any]:
     began = time.perf_counter()
-    loss = self._learner.loss
+    loss, groups, advantages = self._learner.loss, lesson.groups, lesson.advantages
     batches = []
     # Without an advantage or a penalty the gradient is 0: no update is better than
     # one of momentum and weight decay alone.
     if any(np.any(a) for a in advantages) or (groups and loss.kl_coef > 0):
-      keep = [
-        1.0 - g.truncated if loss.overlong_filter else np.ones(g.size) for g in groups
-      ]
+      keep = lesson.keep
+      if loss.overlong_filter:
+        keep = [k * ~g.truncated for k, g in zip(keep, groups, strict=True)]
       weights = packing.answer_weights(
         [g.lengths for g in groups],
         averaging=loss.averaging or packing.AVERAGING[loss.kind],
         max_new_tokens=self._max_new_tokens,
         keep=keep,
+        count=lesson.count,
       )
       batches = packing.fill(
         groups,
@@ -234,10 +239,12 @@ class DeviceEngine:
         rows=self._learner.rows,
         row_tokens=self._learner.row_tokens,
         window=self._window,
+        share_prompt=self._share_prompt,
       )
     metrics = {'update/skipped': float(not batches)}
     if batches:
-      self.progress(f'learning from {sum(g.size for g in groups)} answers')
+      answers = sum(int(np.count_nonzero(k)) for k in keep)
+      self.progress(f'learning from {answers} answers')
       metrics |= self._learner.update(batches)
       metrics |= {
         'packing/density': packing.density(batches),
@@ -246,8 +253,9 @@ class DeviceEngine:
       lags = np.concatenate(
         [
           np.full(len(c.tokens), self.step - c.version)
-          for g in groups
-          for c in g.completions
+          for g, k in zip(groups, keep, strict=True)
+          for c, kept in zip(g.completions, k, strict=True)
+          if kept
         ]
       )
       metrics |= {'lag/mean': float(lags.mean()), 'lag/max': int(lags.max())}

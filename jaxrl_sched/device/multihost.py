@@ -98,6 +98,23 @@ def gather(
   return _values(_exchange(payload, multihost_utils.process_allgather), error)
 
 
+def compare(what: str, make: Callable[[], str], *, name: str = 'compare') -> None:
+  """Makes sure that `make()` is the same everywhere; one process alone is not asked.
+
+  Raises:
+    RuntimeError: on all processes, if some differ from process 0.
+  """
+  if jax.process_count() == 1:
+    return
+  found = gather(make, name=name)
+  others = [str(i) for i, value in enumerate(found) if value != found[0]]
+  if others:
+    raise RuntimeError(
+      f'{what} differs on process {", ".join(others)} from that on process 0 ({name}): '
+      'the processes no longer make the same run, so it is stopped'
+    )
+
+
 def _attempt(make: Callable[[], Any]) -> tuple[bytes, Exception | None]:
   """Pickles (value, None), or (None, what went wrong); and the error itself."""
   try:

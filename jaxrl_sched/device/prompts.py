@@ -125,6 +125,7 @@ class PromptSet:
     self.weights: dict[str, float] = {}
     self.dropped: dict[str, int] = {}
     self.rewards: set[str] = set()
+    self._records: dict[str, tuple[Dataset, _Chosen]] = {}
     self._prompts: dict[str, grain.MapDataset] = {}
     for name, settings in datasets.items():
       dataset = records.checked(name, settings)
@@ -144,7 +145,8 @@ class PromptSet:
       self.weights[name] = float(dataset.weight)
       self.rewards.add(dataset.reward)
       self.dropped[name] = len(source) - len(kept)
-      self._prompts[name] = grain.MapDataset.source(_Chosen(source, kept)).map(
+      self._records[name] = dataset, _Chosen(source, kept)
+      self._prompts[name] = grain.MapDataset.source(self._records[name][1]).map(
         functools.partial(_prompt, name, dataset, rendering)
       )
 
@@ -160,6 +162,15 @@ class PromptSet:
     for name, size in self.sizes.items():
       for index in range(size):
         yield self.get(name, index)
+
+  def ids(self) -> dict[str, Iterator[str]]:
+    """Dataset -> the id of each prompt, by index; nothing is rendered for it."""
+    return {name: self._ids(name) for name in self.sizes}
+
+  def _ids(self, name: str) -> Iterator[str]:
+    dataset, chosen = self._records[name]
+    for index in range(len(chosen)):
+      yield f'{name}/{chosen[index].read(dataset)["id"]}'
 
   def _scan(
     self, name: str, dataset: Dataset, source: Source, template: Template

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxrl_sched.types import Batch, Completion, Group
+from jaxrl_sched.types import Batch, Completion, Group, SharedBatch
 
 # What the papers average over; see `answer_weights`.
 AVERAGING = {
@@ -21,6 +21,7 @@ AVERAGING = {
   'gspo': 'sequence',  # arXiv 2507.18071
   'cispo': 'token',  # arXiv 2506.13585
 }
+AVERAGES = (*dict.fromkeys(AVERAGING.values()), 'group')
 
 
 def pack(lengths: Sequence[int], *, capacity: int, window: int) -> list[list[int]]:
@@ -77,6 +78,7 @@ def answer_weights(
   averaging: str,
   max_new_tokens: int,
   keep: Sequence[np.ndarray] | None = None,  # [G] float each
+  count: int | None = None,
 ) -> list[np.ndarray]:  # [G] float64 each
   """The weight of every token of each answer, for Q groups of G_q answers.
 
@@ -84,15 +86,17 @@ def answer_weights(
   |------------|------------------------------------|-------------------------------|
   | `sequence` | 1 / (Q G_q length)                 | prompt, and answer within it  |
   | `token`    | 1 / all tokens of all groups       | token                         |
-  | `constant` | 1 / (Q G_q max_new_tokens)         | prompt, and token within it   |
+  | `group`    | 1 / (Q tokens of the group)        | prompt, and token within it   |
+  | `constant` | 1 / (Q G_q max_new_tokens)         | prompt, however long          |
 
   `keep` multiplies: 0 leaves an answer out (overlong filtering: truncated ones),
   another number re-weights it (an importance weight). The denominators always
   count the full groups, whatever `keep` says: an answer left out gives its share
-  to no other.
+  to no other. `count` is Q where prompts have been left out too: with these they were
+  so many. A `token` mean counts tokens that such prompts do not have, and is refused.
   """
-  if averaging not in set(AVERAGING.values()):
-    known = ', '.join(sorted(set(AVERAGING.values())))
+  if averaging not in AVERAGES:
+    known = ', '.join(AVERAGES)
     raise ValueError(f'averaging: {averaging!r}, expected one of {known}')
   if max_new_tokens < 1:
     raise ValueError(f'max_new_tokens: {max_new_tokens}, expected at least 1')
@@ -100,7 +104,12 @@ def answer_weights(
   for q, n in enumerate(lengths):
     if n.ndim != 1 or n.size == 0 or n.min() < 0:
       raise ValueError(f'group {q}: expected lengths [G] >= 0, got {n.tolist()}')
-  groups = len(lengths)
+  groups = len(lengths) if count is None else count
+  if groups < len(lengths) or (averaging == 'token' and groups > len(lengths)):
+    raise ValueError(
+      f'count: {groups} prompts for {len(lengths)} groups and averaging {averaging!r}, '
+      f'expected {"as many" if averaging == "token" else "at least as many"}'
+    )
   tokens = sum(int(n.sum()) for n in lengths)
   weights = []
   for n in lengths:
@@ -108,6 +117,8 @@ def answer_weights(
       each = groups * n.size * n
     elif averaging == 'token':
       each = np.full(n.shape, tokens)
+    elif averaging == 'group':
+      each = np.full(n.shape, groups * n.sum())
     else:
       each = np.full(n.shape, groups * n.size * max_new_tokens)
     # An answer without tokens has none to weigh.
@@ -119,17 +130,26 @@ def answer_weights(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unit:
-  """A prompt with one of its answers, on its way into a row."""
-
-  prompt: np.ndarray  # [prompt] int32
+class _Answer:
   completion: Completion
   advantage: float
   weight: float
 
   @property
   def length(self) -> int:
-    return len(self.prompt) + len(self.completion.tokens)
+    return len(self.completion.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unit:
+  """A prompt with one answer, or with several that share it, on its way into a row."""
+
+  prompt: np.ndarray  # [prompt] int32
+  answers: list[_Answer]
+
+  @property
+  def length(self) -> int:
+    return len(self.prompt) + sum(answer.length for answer in self.answers)
 
 
 def fill(
@@ -141,6 +161,7 @@ def fill(
   rows: int,
   row_tokens: int,
   window: int,
+  share_prompt: bool = False,
 ) -> list[Batch]:
   """Packs whole prompts, each followed by one answer, into microbatches.
 
@@ -151,6 +172,9 @@ def fill(
   Args:
     version: of the weights that will be trained; answers of it are `fresh`.
     window: of `pack`.
+    share_prompt: a prompt is followed by all its answers, and the microbatches are
+      SharedBatches. Where these do not fit into one row, the prompt is stored again:
+      it is followed by as many answers, in order, as fit, then again by the next.
   """
   if rows < 1:
     raise ValueError(f'rows: {rows}, expected at least 1')
@@ -162,20 +186,27 @@ def fill(
     groups, advantages, weights, strict=True
   ):
     prompt = group.request.prompt.tokens
-    for completion, advantage, weight in zip(
-      group.completions, group_advantage, group_weight, strict=True
-    ):
-      if weight > 0:
-        unit = _Unit(prompt, completion, advantage, weight)
-        _check_unit(unit, row_tokens)
-        if len(completion.tokens):
-          units.append(unit)
+    answers = [
+      _Answer(completion, advantage, weight)
+      for completion, advantage, weight in zip(
+        group.completions, group_advantage, group_weight, strict=True
+      )
+      if weight > 0
+    ]
+    for answer in answers:
+      _check_answer(answer, prompt, row_tokens)
+    answers = [answer for answer in answers if answer.length]
+    if share_prompt:
+      units += _shared(prompt, answers, row_tokens)
+    else:
+      units += [_Unit(prompt, [answer]) for answer in answers]
   packed = pack([u.length for u in units], capacity=row_tokens, window=window)
   return [
     _batch(
       [[units[i] for i in row] for row in packed[start : start + rows]],
       version=version,
       shape=(rows, row_tokens),
+      share_prompt=share_prompt,
     )
     for start in range(0, len(packed), rows)
   ]
@@ -188,8 +219,28 @@ def density(batches: Sequence[Batch]) -> float:
   return used / places if places else 0.0
 
 
-def _batch(rows: list[list[_Unit]], *, version: int, shape: tuple[int, int]) -> Batch:
-  batch = Batch(
+def _shared(
+  prompt: np.ndarray, answers: Sequence[_Answer], row_tokens: int
+) -> list[_Unit]:
+  """The prompt with all answers, or as often as it takes to give each a place."""
+  units, room = [], 0
+  for answer in answers:
+    if answer.length > room or not units:
+      units.append(_Unit(prompt, []))
+      room = row_tokens - len(prompt)
+    units[-1].answers.append(answer)
+    room -= answer.length
+  return units
+
+
+def _batch(
+  rows: list[list[_Unit]],
+  *,
+  version: int,
+  shape: tuple[int, int],
+  share_prompt: bool,
+) -> Batch:
+  fields = dict(
     tokens=np.zeros(shape, np.int32),
     segments=np.zeros(shape, np.int32),
     positions=np.zeros(shape, np.int32),
@@ -198,26 +249,37 @@ def _batch(rows: list[list[_Unit]], *, version: int, shape: tuple[int, int]) -> 
     weights=np.zeros(shape, np.float32),
     fresh=np.zeros(shape, bool),
   )
+  if share_prompt:
+    batch = SharedBatch(**fields, answers=np.zeros(shape, np.int32))
+  else:
+    batch = Batch(**fields)
   counting = np.arange(shape[1])
   for b, row in enumerate(rows):
-    start = 0
+    start = number = 0  # of the next token, and of the last answer
     for segment, unit in enumerate(row, 1):
-      answer, end = start + len(unit.prompt), start + unit.length
-      batch.tokens[b, start:answer] = unit.prompt
-      batch.tokens[b, answer:end] = unit.completion.tokens
-      batch.segments[b, start:end] = segment
-      batch.positions[b, start:end] = counting[: unit.length]
-      batch.logps[b, answer:end] = unit.completion.logps
-      batch.advantages[b, answer:end] = unit.advantage
-      batch.weights[b, answer:end] = unit.weight
-      batch.fresh[b, answer:end] = unit.completion.version == version
-      start = end
+      length = len(unit.prompt)
+      batch.segments[b, start : start + unit.length] = segment
+      batch.tokens[b, start : start + length] = unit.prompt
+      batch.positions[b, start : start + length] = counting[:length]
+      start += length
+      for answer in unit.answers:
+        number += 1
+        at = b, slice(start, start + answer.length)
+        batch.tokens[at] = answer.completion.tokens
+        batch.positions[at] = counting[length : length + answer.length]
+        batch.logps[at] = answer.completion.logps
+        batch.advantages[at] = answer.advantage
+        batch.weights[at] = answer.weight
+        batch.fresh[at] = answer.completion.version == version
+        if share_prompt:
+          batch.answers[at] = number
+        start += answer.length
   return batch
 
 
-def _check_unit(unit: _Unit, row_tokens: int) -> None:
+def _check_answer(answer: _Answer, prompt: np.ndarray, row_tokens: int) -> None:
   """Refuses what would be trained on wrongly, naming the answer."""
-  completion = unit.completion
+  completion = answer.completion
   who = f'draw {completion.draw}, answer {completion.answer}'
   if completion.logps is None or len(completion.logps) != len(completion.tokens):
     have = 0 if completion.logps is None else len(completion.logps)
@@ -226,11 +288,11 @@ def _check_unit(unit: _Unit, row_tokens: int) -> None:
     )
   if not np.isfinite(completion.logps).all():
     raise ValueError(f"{who}: the sampler's log-probs are not all finite")
-  if len(unit.prompt) == 0:  # the first answer token would be scored on a neighbour
+  if len(prompt) == 0:  # the first answer token would be scored on a neighbour
     raise ValueError(f'{who}: its prompt has no tokens, expected at least 1')
-  if unit.length > row_tokens:
+  if len(prompt) + answer.length > row_tokens:
     raise ValueError(
-      f'{who}: prompt and answer have {unit.length} tokens, '
+      f'{who}: prompt and answer have {len(prompt) + answer.length} tokens, '
       f'expected at most row_tokens, {row_tokens}'
     )
 

@@ -124,6 +124,64 @@ def systematic(pi: np.ndarray, order: np.ndarray, u: float) -> np.ndarray:  # [G
   return keep | (pi >= 1)  # whatever rounding did to the sums
 
 
+class AnswerPruner:
+  """`prune_answers` with the settings of a run, group by group.
+
+  Args:
+    rate, rule, floor: see `prune_answers`.
+    cost: 'length': answers cost what they are long; None: all the same.
+    final, steps: nothing is pruned in this last part of so many steps.
+  """
+
+  def __init__(
+    self,
+    *,
+    rate: float,
+    rule: str = 'fixed',
+    floor: float = FLOOR,
+    cost: str | None = None,
+    final: float = 0.125,
+    steps: int,
+    seed: int,
+  ):
+    if cost not in (None, 'length'):
+      raise ValueError(f"cost: {cost!r}, expected 'length' or None")
+    lengths = None if cost is None else np.ones(1)
+    inclusion(np.ones(1), rule, rate, floor, lengths)  # refuses strange settings
+    self._rate, self._rule, self._floor, self._cost = rate, rule, floor, cost
+    self._seed, self._ends = seed, last_step(final, steps)
+
+  def weights(
+    self,
+    draw: int,
+    advantages: np.ndarray,  # [G], of the full group
+    lengths: np.ndarray,  # [G] tokens
+    step: int,
+  ) -> np.ndarray:  # [G] float64
+    """1 / chance of each answer that is kept, 0 of the others."""
+    if step >= self._ends:
+      return np.ones(len(advantages))
+    return prune_answers(
+      advantages,
+      rate=self._rate,
+      rule=self._rule,
+      rng=np.random.default_rng((self._seed, ANSWERS, draw)),
+      floor=self._floor,
+      cost=None if self._cost is None else lengths,
+    )[1]
+
+
+def last_step(final: float, steps: int | None) -> float:
+  """The step from which on nothing is pruned any more."""
+  if not 0 <= final <= 1:
+    raise ValueError(f'final: {final}, expected 0 to 1')
+  if steps is None:
+    return math.inf
+  if steps < 1:
+    raise ValueError(f'steps: {steps}, expected at least 1, or None')
+  return math.ceil((1 - final) * steps - 1e-9)
+
+
 def effective_sample_size(weights: np.ndarray) -> float:
   """(sum w)^2 / (n sum w^2) over the n trained answers: 1 for equal weights."""
   trained = np.asarray(weights, np.float64)
@@ -226,10 +284,6 @@ class PromptPruner:
       raise ValueError(f'regime: {regime!r}, expected one of {", ".join(REGIMES)}')
     if draw not in ('fixed', 'coins'):
       raise ValueError(f"draw: {draw!r}, expected 'fixed' or 'coins'")
-    if not 0 <= final <= 1:
-      raise ValueError(f'final: {final}, expected 0 to 1')
-    if steps is not None and steps < 1:
-      raise ValueError(f'steps: {steps}, expected at least 1, or None')
     if not 0 < blend <= 1:
       raise ValueError(f'blend: {blend}, expected above 0, at most 1')
     if not (unit > 0 and math.isfinite(unit)):
@@ -244,15 +298,18 @@ class PromptPruner:
         raise ValueError(f'dataset {name!r}: {count} prompts, expected at least 1')
     self._rate, self._regime, self._draw, self._seed = rate, regime, draw, seed
     self._blend, self._unit, self._dynamic = blend, unit, dynamic_sampling
-    self._ends = math.inf
-    if steps is not None:
-      self._ends = math.ceil((1 - final) * steps - 1e-9)
+    self._ends = last_step(final, steps)
 
     self._pools = {
       name: Scores(count, ranked=regime == 'fill') for name, count in datasets.items()
     }
 
   # --- plan: nothing changes ---
+
+  @property
+  def fills(self) -> bool:
+    """Whether others are drawn in the place of those skipped."""
+    return self._regime == 'fill'
 
   def select(
     self, dataset: str, candidates: Sequence[int], step: int, *, part: int = 0
@@ -383,6 +440,18 @@ class PromptPruner:
       if self._regime == 'fill':
         found[f'dppo/mean_chance/{name}'] = self.mean_chance(name, 0)
     return found
+
+  def freeze(self) -> Callable[[], dict[str, Any]]:
+    """The state as of now, to be written out later, if at all.
+
+    Costs next to nothing, and holds until the next call or load; a RuntimeError after
+    that.
+    """
+    frozen = {name: pool.freeze() for name, pool in self._pools.items()}
+    return lambda: {
+      'version': STATE_VERSION,
+      'pools': {name: arrays() for name, arrays in frozen.items()},
+    }
 
   def state_dict(self) -> dict[str, Any]:
     pools = {name: pool.state_dict() for name, pool in self._pools.items()}

@@ -1,9 +1,12 @@
 """What each prompt of a dataset last had to teach, with totals that are never summed
 anew. For `host/pruning.py`."""
 
+from collections.abc import Callable
 import math
 
 import numpy as np
+
+from jaxrl_sched.journal import Journal
 
 MARGIN = 1e-6  # below the mean by less than this is not below it
 UNSEEN = -1
@@ -24,6 +27,9 @@ class Scores:
     self.score = np.full(count, UNSEEN, np.int32)  # in ticks
     self.useful = np.zeros(count, np.uint16)  # chance to be useful, of USEFUL
     self.asleep = np.zeros(count, bool)
+    self._journal = Journal(
+      {'score': self.score, 'useful': self.useful, 'asleep': self.asleep}
+    )
     self._is_ranked = ranked
     self._recount()
 
@@ -46,6 +52,7 @@ class Scores:
   def observe(
     self, indices: np.ndarray, scores: np.ndarray, useful: np.ndarray, blend: float
   ) -> None:
+    self._journal.note(indices)
     while indices.size:  # a prompt's groups one after another
       now, first = np.unique(indices, return_index=True)
       old = self.score[now]
@@ -62,6 +69,7 @@ class Scores:
 
   def move(self, indices: np.ndarray, *, asleep: bool) -> None:
     indices = indices[self.asleep[indices] != asleep]
+    self._journal.note(indices)
     self._count(indices, -1)
     self.asleep[indices] = asleep
     self._count(indices, 1)
@@ -94,15 +102,15 @@ class Scores:
       return low_useful / self.useful_total * (self.seen / self.awake)
     return low / self.awake
 
+  def freeze(self) -> Callable[[], dict[str, np.ndarray]]:
+    """The state as of now, to be copied later, see `Journal.freeze`."""
+    return self._journal.freeze()
+
   def state_dict(self) -> dict[str, np.ndarray]:
-    return {
-      'score': self.score.copy(),
-      'useful': self.useful.copy(),
-      'asleep': self.asleep.copy(),
-    }
+    return self._journal.copies()
 
   def check(self, name: str, state: dict[str, np.ndarray]) -> None:
-    own = {'score': self.score, 'useful': self.useful, 'asleep': self.asleep}
+    own = self._journal.arrays
     if state.keys() != own.keys():
       raise ValueError(
         f'state of pruning, {name!r}: keys {sorted(state)}, expected {sorted(own)}'
@@ -122,9 +130,9 @@ class Scores:
       )
 
   def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
-    self.score = np.array(state['score'])
-    self.useful = np.array(state['useful'])
-    self.asleep = np.array(state['asleep'])
+    self._journal.forget()
+    for name, array in self._journal.arrays.items():
+      array[...] = state[name]
     self._recount()
 
 

@@ -11,6 +11,7 @@ from toys import graded, through_files, written
 
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
+from jaxrl_sched.control.source import Source
 from jaxrl_sched.types import Prompt, Sampling
 
 SIZES = {'a': 12, 'b': 7}
@@ -27,19 +28,20 @@ def prompt_of(dataset, index):
 
 
 def scheduler(sizes=SIZES, weights=None, seed=0, factor=0, **settings):
-  source = Snooze(sizes, weights or dict.fromkeys(sizes, 1.0), factor, seed=seed)
+  snooze = Snooze(sizes, weights or dict.fromkeys(sizes, 1.0), factor, seed=seed)
   settings = dict(groups_per_step=4, group_size=2) | settings
-  return Scheduler(source, prompt_of, Sampling(max_new_tokens=4), **settings)
+  return Scheduler(Source(snooze), prompt_of, Sampling(max_new_tokens=4), **settings)
 
 
 def play(s, outcome, step=0):
   """One step; `outcome(request)` gives the verdicts. Returns rounds and the batch."""
   rounds = []
-  while requests := s.plan(step):
-    s.sent(requests)
-    rounds.append(requests)
-    s.observe([graded(r, outcome(r), version=step) for r in requests], step)
-  return rounds, *s.take_batch()
+  while plan := s.plan(step):
+    s.sent(plan)
+    rounds.append(plan.requests)
+    s.observe([graded(r, outcome(r), version=step) for r in plan.requests], step)
+  lesson, metrics, lines = s.take_batch(step)
+  return rounds, lesson.groups, metrics, lines
 
 
 USEFUL, EASY, HARD = [1, 0], [1, 1], [0, 0]
@@ -47,8 +49,9 @@ USEFUL, EASY, HARD = [1, 0], [1, 1], [0, 0]
 
 def test_plan_is_pure():
   s = scheduler()
-  assert [r.draw for r in s.plan(0)] == [r.draw for r in s.plan(0)]
-  assert [r.prompt.id for r in s.plan(0)] == [r.prompt.id for r in s.plan(0)]
+  before, after = s.plan(0), s.plan(0)
+  assert [r.draw for r in before.requests] == [r.draw for r in after.requests]
+  assert [r.prompt.id for r in before.requests] == [r.prompt.id for r in after.requests]
 
 
 def test_a_full_batch_keeps_the_quotas_and_every_request_is_counted():
@@ -139,11 +142,11 @@ def test_metrics_cover_all_that_was_generated():
 def test_verdicts_of_other_ranges():
   """All 0.7 is neither easy nor hard, yet teaches nothing; nearly equal is equal."""
   s = scheduler(sizes={'a': 50}, groups_per_step=2, max_rounds=1)
-  rounds = s.plan(0)
-  s.sent(rounds)
+  plan = s.plan(0)
+  s.sent(plan)
   outcomes = {0: [0.7, 0.7], 1: [0.3, 0.3 + 5e-7]}
-  s.observe([graded(r, outcomes.get(r.draw, USEFUL)) for r in rounds], 0)
-  _, _, lines = s.take_batch()
+  s.observe([graded(r, outcomes.get(r.draw, USEFUL)) for r in plan.requests], 0)
+  _, _, lines = s.take_batch(0)
   reasons = [line['reason'] for line in lines if line['fate'] == 'filtered']
   assert reasons == ['constant', 'constant']
 
@@ -277,10 +280,10 @@ def test_a_dataset_that_is_solved_still_gets_its_requests():
 def test_a_shaped_reward_does_not_hide_that_a_prompt_is_solved():
   """The verdict decides, before any penalty for length."""
   s = scheduler(sizes={'a': 4}, factor=9, groups_per_step=4, group_size=8, max_rounds=1)
-  requests = s.plan(0)
-  s.sent(requests)
+  plan = s.plan(0)
+  s.sent(plan)
   shaped = np.linspace(0.5, 1.0, 8).astype(np.float32)
-  groups = [graded(r, [1.0] * 8, version=0) for r in requests]
+  groups = [graded(r, [1.0] * 8, version=0) for r in plan.requests]
   s.observe([dataclasses.replace(g, rewards=shaped) for g in groups], 0)
-  _, metrics, _ = s.take_batch()
+  _, metrics, _ = s.take_batch(0)
   assert metrics['snooze/asleep/a'] == 1.0

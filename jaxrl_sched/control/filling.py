@@ -1,0 +1,181 @@
+"""How a batch fills: whose useful groups it takes, and what it still lacks.
+
+Each of these is offered useful groups in draw order, the carried ones first. `accepted`
+are in, `left` are not.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+import math
+
+from jaxrl_sched.control.quotas import largest_remainder, roll
+from jaxrl_sched.control.sagc import Budget
+from jaxrl_sched.types import Group
+
+
+class Quotas:
+  """So many groups of each stream, and none from another in its place.
+
+  With `borrow` a stream that has more than its quota fills up, at the end, what others
+  could not give.
+  """
+
+  def __init__(self, quotas: Mapping[str, int], *, borrow: bool = False):
+    self._quotas, self._borrow = dict(quotas), borrow
+    self._accepted: dict[str, list[Group]] = {name: [] for name in quotas}
+    self.left: list[Group] = []
+    self._borrowed: list[Group] = []
+
+  @property
+  def accepted(self) -> list[Group]:
+    own = [group for groups in self._accepted.values() for group in groups]
+    return own + self._borrowed
+
+  @property
+  def borrowed(self) -> int:
+    return len(self._borrowed)
+
+  def lacking(self) -> dict[str, int]:
+    """Stream -> groups that are wanted of it."""
+    return {n: quota - len(self._accepted[n]) for n, quota in self._quotas.items()}
+
+  def offer(self, stream: str, group: Group) -> None:
+    if len(self._accepted[stream]) < self._quotas[stream]:
+      self._accepted[stream].append(group)
+    else:
+      self.left.append(group)
+
+  def settle(self, *, last: bool) -> None:
+    """A round is over; `last`: there will be no other."""
+    if last and self._borrow:
+      short = sum(self.lacking().values())
+      self._borrowed, self.left = self.left[:short], self.left[short:]
+
+
+class Pot:
+  """So many groups, whoever gives them: weights hold before filtering only.
+
+  What `Quotas` is for is seen against it: easy streams are starved by filtering.
+  """
+
+  borrowed = 0
+
+  def __init__(self, groups: int, weights: Mapping[str, float]):
+    self._groups, self._weights = groups, dict(weights)
+    self.accepted: list[Group] = []
+    self.left: list[Group] = []
+
+  def lacking(self) -> dict[str, int]:
+    return self.split(self._groups - len(self.accepted))
+
+  def split(self, n: int) -> dict[str, int]:
+    """n requests, by weight."""
+    parts = largest_remainder(n, list(self._weights.values()))
+    return dict(zip(self._weights, parts, strict=True))
+
+  def offer(self, stream: str, group: Group) -> None:
+    del stream
+    (self.accepted if len(self.accepted) < self._groups else self.left).append(group)
+
+  def settle(self, *, last: bool) -> None:
+    pass
+
+
+class Turns:
+  """Whatever comes, of streams that take turns.
+
+  Whose turn it is hangs on `counts`, groups of each stream so far, also in earlier
+  steps: the number of groups in a batch is not known beforehand.
+  """
+
+  borrowed = 0
+
+  def __init__(self, counts: Mapping[str, int], weights: Mapping[str, float]):
+    self.counts, self._weights = dict(counts), dict(weights)
+    self.accepted: list[Group] = []
+
+  @property
+  def left(self) -> list[Group]:
+    return []
+
+  def turns(self, n: int) -> list[str]:
+    """Whose turns the next n are, if all give."""
+    names, counts = list(self.counts), list(self.counts.values())
+    weights, everyone = [self._weights[name] for name in names], [True] * len(names)
+    order = []
+    for _ in range(n):
+      i = roll(counts, weights, everyone)
+      counts[i] += 1
+      order.append(names[i])
+    return order
+
+  def lacking(self) -> dict[str, int]:
+    return dict.fromkeys(self.counts, 0)
+
+  def offer(self, stream: str, group: Group) -> None:
+    del stream  # it was counted when its turn was planned
+    self.accepted.append(group)
+
+  def settle(self, *, last: bool) -> None:
+    pass
+
+
+class Rolling(Turns):
+  """So many rollouts in useful groups of several sizes, streams taking turns.
+
+  A stream that has nothing to give keeps its turn until the last round.
+
+  Args:
+    sizes: of the groups that may still come; a group goes in where these can fill
+      what it leaves.
+    size: a usual one, by which the number of groups to come is reckoned.
+  """
+
+  def __init__(
+    self,
+    counts: Mapping[str, int],
+    weights: Mapping[str, float],
+    rollouts: int,
+    sizes: list[int],
+    size: int,
+  ):
+    super().__init__(counts, weights)
+    self._budget, self._size = Budget(rollouts, sizes), size
+    self._waiting: dict[str, deque[Group]] = {name: deque() for name in counts}
+    self._surplus: list[Group] = []
+
+  @property
+  def left(self) -> list[Group]:
+    waiting = [group for groups in self._waiting.values() for group in groups]
+    return sorted(self._surplus + waiting, key=lambda group: group.request.draw)
+
+  @property
+  def rest(self) -> int:
+    """Rollouts that are missing."""
+    return self._budget.rest
+
+  def lacking(self) -> dict[str, int]:
+    order = self.turns(math.ceil(self.rest / self._size))
+    return {
+      name: max(0, order.count(name) - len(waiting))
+      for name, waiting in self._waiting.items()
+    }
+
+  def offer(self, stream: str, group: Group) -> None:
+    self._waiting[stream].append(group)
+
+  def settle(self, *, last: bool) -> None:
+    names = list(self.counts)
+    weights = [self._weights[name] for name in names]
+    while self.rest:
+      can_give = [not last or bool(self._waiting[name]) for name in names]
+      i = roll([self.counts[name] for name in names], weights, can_give)
+      if i is None or not self._waiting[names[i]]:
+        break
+      group = self._waiting[names[i]].popleft()
+      if not self._budget.fits(group.request.size):
+        self._surplus.append(group)
+        continue
+      self._budget.take(group.request.size)
+      self.counts[names[i]] += 1
+      self.accepted.append(group)

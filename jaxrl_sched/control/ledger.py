@@ -1,0 +1,230 @@
+"""What became of every group, answer and token, and the numbers that say so.
+
+From the start of a run, whatever methods are on,
+
+    generated = trained + pruned + filtered + dropped + pending
+
+for groups, for answers and for their tokens alike.
+"""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.control.snooze import verdict_class
+from jaxrl_sched.types import SAME, Completion, Group, Prompt, Request, Sampling
+
+FATES = ('trained', 'pruned', 'filtered', 'dropped')  # and until one of them, pending
+# Why groups are filtered, and why they are dropped.
+FILTERED = ('easy', 'hard', 'constant')
+DROPPED = ('surplus', 'stale', 'aborted', 'overlong')
+
+
+@dataclasses.dataclass
+class Entry:
+  """A group whose fate is settled."""
+
+  group: Group
+  fate: str
+  reason: str = ''
+  keep: np.ndarray | None = None  # [G] float64, for groups of the batch: weights
+  used: np.ndarray | None = None  # [G] bool, not left out for being truncated
+
+
+def filtered(group: Group) -> Entry:
+  """A group without spread teaches nothing, for one of three reasons."""
+  kind = verdict_class(group.verdicts, group.request.prompt.max_reward)
+  return Entry(group, 'filtered', kind)
+
+
+def taken(group: Group, keep: np.ndarray, used: np.ndarray) -> Entry:
+  """A group of the batch: trained on if any answer of it is."""
+  if (used & (keep > 0)).any():
+    return Entry(group, 'trained', '', keep, used)
+  reason = ('dropped', 'overlong') if not used.any() else ('pruned', '')
+  return Entry(group, *reason, keep, used)
+
+
+def spread(groups: Sequence[Group]) -> np.ndarray:  # [n] bool
+  """Whether verdicts differ within each group. One answer alone has no spread."""
+  sizes = np.array([group.size for group in groups], np.int64)
+  found = np.zeros(len(groups), bool)
+  full = np.flatnonzero(sizes > 1)
+  if len(full):
+    flat = np.concatenate([groups[i].verdicts for i in full], dtype=np.float64)
+    starts = np.cumsum(sizes[full]) - sizes[full]
+    most, least = np.maximum.reduceat(flat, starts), np.minimum.reduceat(flat, starts)
+    found[full] = most - least > SAME
+  return found
+
+
+def count(
+  seen: Sequence[Group], settled: Sequence[Entry], pending: Sequence[Group]
+) -> dict[str, float]:
+  """Groups, answers and tokens of a step by fate."""
+  found = {f'rollout/{what}_{fate}': 0 for what in _WHAT for fate in FATES}
+  for what, value in zip(_WHAT, _sizes(seen), strict=True):
+    found[f'rollout/{what}_generated'] = value
+  for what, value in zip(_WHAT, _sizes(pending), strict=True):
+    found[f'rollout/{what}_pending'] = value
+  found |= {f'rollout/filtered_{reason}': 0 for reason in FILTERED}
+  found |= {f'rollout/dropped_{reason}': 0 for reason in DROPPED}
+  for entry in settled:
+    found[f'rollout/groups_{entry.fate}'] += 1
+    if entry.reason:
+      found[f'rollout/{entry.fate}_{entry.reason}'] += 1
+    for fate, which in _answers(entry):
+      found[f'rollout/answers_{fate}'] += int(np.count_nonzero(which))
+      found[f'rollout/tokens_{fate}'] += int(entry.group.lengths[which].sum())
+  return found
+
+
+def averages(seen: Sequence[Group]) -> dict[str, float]:
+  """Over all that was generated, filtered or not: an unbiased view of the policy."""
+  seen = [group for group in seen if group.size]
+  if not seen:
+    return {}
+  lengths = np.concatenate([group.lengths for group in seen])
+  truncated = np.concatenate([group.truncated for group in seen])
+  passed = _means([group.passed for group in seen])
+  found = {
+    'reward/mean': float(_means([group.rewards for group in seen]).mean()),
+    'pass_rate': float(passed.mean()),
+    'rollout/length_mean': float(lengths.mean()),
+    'rollout/length_max': int(lengths.max()),
+    'rollout/truncated': float(truncated.mean()),
+    'rollout/grading_faults': sum(
+      fault is not None for group in seen for fault in group.faults
+    ),
+  }
+  datasets = np.array([group.request.prompt.dataset for group in seen])
+  for name in sorted(set(datasets.tolist())):
+    found[f'pass_rate/{name}'] = float(passed[datasets == name].mean())
+  return found
+
+
+def _means(values: Sequence[np.ndarray]) -> np.ndarray:  # [n] float64
+  """The mean of each of these arrays."""
+  sizes = np.array([len(array) for array in values])
+  flat = np.concatenate(values, dtype=np.float64)
+  return np.add.reduceat(flat, np.cumsum(sizes) - sizes) / sizes
+
+
+_WHAT = ('groups', 'answers', 'tokens')
+
+
+def _sizes(groups: Sequence[Group]) -> tuple[int, int, int]:
+  return (
+    len(groups),
+    sum(group.size for group in groups),
+    sum(int(group.lengths.sum()) for group in groups),
+  )
+
+
+def _answers(entry: Entry) -> Iterable[tuple[str, np.ndarray]]:
+  """(fate, [G] bool) of the answers of a group."""
+  if entry.keep is None:
+    return [(entry.fate, np.ones(entry.group.size, bool))]
+  kept = entry.keep > 0
+  return [
+    ('trained', entry.used & kept),
+    ('pruned', entry.used & ~kept),
+    ('dropped', ~entry.used),
+  ]
+
+
+# --- groups as JSON ---------------------------------------------------------------
+
+
+def line(entry: Entry) -> dict[str, Any]:
+  """A line of rollouts.jsonl, but for its step."""
+  group, prompt = entry.group, entry.group.request.prompt
+  predicted = group.request.predicted_length
+  return {
+    'draw': group.request.draw,
+    'prompt_id': prompt.id,
+    'dataset': prompt.dataset,
+    'size': group.size,
+    'lengths': group.lengths.tolist(),
+    'predicted_length': None if predicted is None else round(predicted, 2),
+    'verdicts': group.verdicts.tolist(),
+    'rewards': group.rewards.tolist(),
+    'finish': [c.finish for c in group.completions],
+    'faults': list(group.faults),
+    'versions': [c.version for c in group.completions],
+    'fate': entry.fate,
+    'reason': entry.reason,
+    'weights': None if entry.keep is None else (entry.keep * entry.used).tolist(),
+  }
+
+
+def pack(group: Group) -> dict[str, Any]:
+  """JSON that holds a group whole. Float32 numbers survive: they are floats in it."""
+  request = group.request
+  return {
+    'draw': request.draw,
+    'prompt_id': request.prompt.id,
+    'dataset': request.prompt.dataset,
+    'index': request.prompt.index,
+    'size': request.size,
+    'pass': request.dataset_pass,
+    'weight': request.weight,
+    'predicted_length': request.predicted_length,
+    'exceedance': request.exceedance,
+    'verdicts': group.verdicts.tolist(),
+    'rewards': group.rewards.tolist(),
+    'faults': list(group.faults),
+    'completions': [
+      {
+        'answer': c.answer,
+        'tokens': c.tokens.tolist(),
+        'logps': [float(x) for x in c.logps],
+        'finish': c.finish,
+        'version': c.version,
+      }
+      for c in group.completions
+    ],
+  }
+
+
+def unpack(packed: dict[str, Any], prompt: Prompt, sampling: Sampling) -> Group:
+  """What `pack` was given.
+
+  Raises:
+    ValueError: `prompt` is another one than was packed.
+  """
+  if prompt.id != packed['prompt_id']:
+    raise ValueError(
+      f'prompt {packed["index"]} of {packed["dataset"]!r} was {packed["prompt_id"]!r} '
+      f'when this run began, now it is {prompt.id!r}'
+    )
+  completions = tuple(
+    Completion(
+      draw=packed['draw'],
+      answer=c['answer'],
+      tokens=np.array(c['tokens'], np.int32),
+      logps=np.array(c['logps'], np.float32),
+      finish=c['finish'],
+      version=c['version'],
+    )
+    for c in packed['completions']
+  )
+  request = Request(
+    draw=packed['draw'],
+    prompt=prompt,
+    size=packed['size'],
+    sampling=sampling,
+    dataset_pass=packed['pass'],
+    weight=packed['weight'],
+    predicted_length=packed['predicted_length'],
+    exceedance=packed['exceedance'],
+  )
+  return Group(
+    request=request,
+    completions=completions,
+    verdicts=np.array(packed['verdicts'], np.float32),
+    rewards=np.array(packed['rewards'], np.float32),
+    faults=tuple(packed['faults']),
+  )

@@ -1,0 +1,148 @@
+"""Where prompts come from: streams, which are datasets or difficulty tiers of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.control.difficulty import Tiers
+from jaxrl_sched.control.quotas import largest_remainder
+from jaxrl_sched.control.snooze import Snooze
+from jaxrl_sched.types import Group, Prompt
+
+
+class Source:
+  """Snoozing over the streams of difficulty tiers, or over whole datasets.
+
+  A prompt is a place in a stream here and an index in a dataset elsewhere.
+
+  Args:
+    snooze: over the streams: `tiers.streams()`, or the datasets.
+    tiers: None: a dataset is a stream.
+  """
+
+  def __init__(self, snooze: Snooze, tiers: Tiers | None = None):
+    self._snooze, self._tiers = snooze, tiers
+    # Stream -> its dataset, and the index of each place there (None: the place).
+    self._of: dict[str, tuple[str, np.ndarray | None]] = (
+      {name: (name, None) for name in snooze.sizes}
+      if tiers is None
+      else tiers.streams()
+    )
+    if {n: len(i) for n, (_, i) in self._of.items() if i is not None} not in (
+      {},
+      snooze.sizes,
+    ):
+      raise ValueError(f'streams {sorted(snooze.sizes)}, expected {sorted(self._of)}')
+
+  @property
+  def sizes(self) -> dict[str, int]:
+    """Stream -> number of prompts."""
+    return self._snooze.sizes
+
+  def dataset(self, stream: str) -> str:
+    return self._of[stream][0]
+
+  def index(self, stream: str, place: int) -> int:
+    indices = self._of[stream][1]
+    return place if indices is None else int(indices[place])
+
+  def locate(self, prompts: Sequence[Prompt]) -> list[tuple[str, int]]:
+    """Stream and place of each."""
+    if self._tiers is None:
+      return [(prompt.dataset, prompt.index) for prompt in prompts]
+    found: list[tuple[str, int] | None] = [None] * len(prompts)
+    for name in dict.fromkeys(prompt.dataset for prompt in prompts):
+      mine = [i for i, prompt in enumerate(prompts) if prompt.dataset == name]
+      places = self._tiers.places(name, [prompts[i].index for i in mine])
+      for i, place in zip(mine, places, strict=True):
+        found[i] = place
+    return found
+
+  # --- plan state ---
+
+  def weights(self, step: int) -> dict[str, float]:
+    """Stream -> its share of a batch, up to a common factor; 0 for one that waits."""
+    return self._snooze.weights if self._tiers is None else self._tiers.weights(step)
+
+  def quotas(self, step: int, n: int) -> dict[str, int]:
+    """Stream -> how many of a step's n groups are to come from it."""
+    if self._tiers is None:
+      return self._snooze.quotas(n)
+    return self._tiers.quotas(step, self._of_datasets(n))
+
+  def _of_datasets(self, n: int) -> dict[str, int]:
+    weights = self._tiers.datasets
+    parts = largest_remainder(n, list(weights.values()))
+    return dict(zip(weights, parts, strict=True))
+
+  def begin(self, step: int, n: int) -> None:
+    """The step goes on with `quotas(step, n)`; n = 0: without any."""
+    if self._tiers is not None:
+      self._tiers.sent(step, self._of_datasets(n))
+
+  def peek(self, stream: str, n: int) -> list[tuple[int, int]]:
+    """(place, pass) of the next n, with nothing changed."""
+    return self._snooze.peek(stream, n)
+
+  def take(
+    self,
+    stream: str,
+    picks: Sequence[tuple[int, int]],
+    draws: Sequence[int | None],
+  ) -> np.ndarray:
+    """Draws what `peek` gave; see `Snooze.take`.
+
+    Returns:
+      [n] int64, places that may be drawn from now on: those asked, and those whose
+      sleep ends with the pass that has begun, if one has.
+    """
+    before = self._snooze.number(stream)
+    self._snooze.take(stream, picks, draws)
+    awake = [p for (p, _), draw in zip(picks, draws, strict=True) if draw is not None]
+    awake = np.array(awake, np.int64)
+    if self._snooze.number(stream) == before:
+      return awake
+    return np.concatenate([awake, self._snooze.due(stream)])
+
+  # --- result state ---
+
+  def observe(
+    self, stream: str, places: Sequence[int], groups: Sequence[Group]
+  ) -> None:
+    """Takes in results, in draw order."""
+    for place, group in zip(places, groups, strict=True):
+      request = group.request
+      self._snooze.observe(
+        stream,
+        place,
+        group.verdicts,
+        request.prompt.max_reward,
+        draw=request.draw,
+        drawn_pass=request.dataset_pass,
+      )
+
+  def asleep(self, stream: str, places: Sequence[int]) -> np.ndarray:  # [n] bool
+    return self._snooze.asleep(stream, places)
+
+  # --- what it tells, and its state ---
+
+  def metrics(self) -> dict[str, float]:
+    tiers = {} if self._tiers is None else self._tiers.metrics()
+    return self._snooze.metrics() | tiers
+
+  def freeze(self) -> Callable[[], dict[str, Any]]:
+    """See `Snooze.freeze`."""
+    tiers = None if self._tiers is None else self._tiers.state_dict()
+    snooze = self._snooze.freeze()
+    return lambda: {'snooze': snooze(), 'tiers': tiers}
+
+  def load_state_dict(self, state: dict[str, Any]) -> None:
+    if (state['tiers'] is None) != (self._tiers is None):
+      raise ValueError(
+        'difficulty tiers were '
+        f'{"off" if state["tiers"] is None else "on"} when this run began'
+      )
+    self._snooze.load_state_dict(state['snooze'])
+    if self._tiers is not None:
+      self._tiers.load_state_dict(state['tiers'])
