@@ -1,5 +1,6 @@
 """The commands as people run them: the files, resume after any death, evaluation."""
 
+import collections
 import json
 import os
 import pathlib
@@ -16,7 +17,8 @@ from toys import lines
 from jaxrl_sched import evaluate, train
 
 ROOT = pathlib.Path(__file__).parents[1]
-SMOKE = str(ROOT / 'configs' / 'smoke.py')
+FATES = ('trained', 'pruned', 'filtered', 'dropped')
+SMOKE = str(ROOT / 'configs' / 'smoke.py:all')
 
 
 def command(workdir, *extra, module='train', config=True):
@@ -90,31 +92,40 @@ def test_two_groups_of_each_step_can_be_read(undisturbed):
   workdir, _ = undisturbed
   groups = {g['draw']: g for g in lines(workdir, 'rollouts.jsonl')}
   found = lines(workdir, 'samples.jsonl')
-  assert len(found) == 6 * 2 * 4  # steps, groups, answers
-  for k, line in enumerate(found):
-    group = groups[line['draw']]
-    assert line['step'] == k // 8 and line['sample'] == k % 4
+  per_step = [m['rollout/groups_generated'] for m in lines(workdir)[:6]]
+  shown = list(dict.fromkeys((line['step'], line['draw']) for line in found))
+  for step, generated in enumerate(per_step):
+    assert sum(at == step for at, _ in shown) == min(2, generated)
+  expected = [(draw, k) for _, draw in shown for k in range(groups[draw]['size'])]
+  assert [(line['draw'], line['sample']) for line in found] == expected
+  for line in found:
+    group, k = groups[line['draw']], line['sample']
     assert line['prompt_id'] == group['prompt_id']
     for one, many in (
       ('reward', 'rewards'),
       ('finish', 'finish'),
       ('length', 'lengths'),
     ):
-      assert line[one] == group[many][k % 4]
+      assert line[one] == group[many][k]
     # Both tasks ask for a number, and their answers end with it.
     assert line['prompt'].startswith('<|bos|><|user|>')
     right = line['text'].split('=')[-1] == str(line['truth'])
     assert right == (line['reward'] == 1)
   # At first a round has groups of both datasets; later one may have what it needs.
-  assert found[0]['prompt_id'].startswith('last_digits/')
-  assert found[4]['prompt_id'].startswith('sums/')
-  assert len({line['draw'] for line in found}) == 12
+  names = {groups[draw]['dataset'] for step, draw in shown if step == 0}
+  assert names == {'last_digits', 'sums'}
 
 
 def test_no_step_compiles(undisturbed):
   """Promise 3, from the first step on: all is compiled before."""
   workdir, _ = undisturbed
-  assert [m['compile/count'] for m in lines(workdir)[:6]] == [0] * 6
+  metrics = lines(workdir)[:6]
+  assert [m['compile/count'] for m in metrics] == [0] * 6
+  # While sizes moved, and other prompts and answers were left out in each step.
+  assert {g['size'] for g in lines(workdir, 'rollouts.jsonl')} == {2, 4, 8}
+  assert len({m['rollout/answers_trained'] for m in metrics}) > 3
+  assert sum(m['rollout/answers_pruned'] for m in metrics) > 0
+  assert min(m.get('dppo/prompts_kept', 1) for m in metrics) < 1
 
 
 def test_sampler_and_learner_agree(undisturbed):
@@ -132,6 +143,12 @@ def test_every_group_has_a_fate(undisturbed):
   assert len(groups) == generated
   assert sorted(g['draw'] for g in groups) == list(range(generated))
   fates = [g['fate'] for g in groups]
+  for what in ('groups', 'answers', 'tokens'):
+    told = collections.Counter()
+    for m in metrics[:6]:
+      told.update({key: m[f'rollout/{what}_{key}'] for key in FATES + ('generated',)})
+    settled = sum(told[fate] for fate in FATES)
+    assert told['generated'] == settled + metrics[5][f'rollout/{what}_pending'], what
   for fate in ('trained', 'filtered', 'dropped'):
     told = sum(m.get(f'rollout/groups_{fate}', 0) for m in metrics)
     assert fates.count(fate) == told

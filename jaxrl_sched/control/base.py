@@ -58,3 +58,13 @@ def _described(value: Any, name: str) -> Any:
     flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return {'array': [described, list(value.shape), hashlib.blake2b(flat).hexdigest()]}
   raise ValueError(f'{name}: {type(value).__name__}, expected JSON or an array')
+
+
+def visits(flat: np.ndarray) -> list[np.ndarray]:
+  """Positions of every prompt's first group, then of every second one, and so on."""
+  order = np.argsort(flat, kind='stable')
+  first = np.diff(flat[order], prepend=-1) != 0
+  place = np.arange(len(flat))
+  nth = np.empty(len(flat), np.int64)
+  nth[order] = place - np.maximum.accumulate(np.where(first, place, 0))
+  return [np.flatnonzero(nth == n) for n in range(int(nth.max(initial=-1)) + 1)]

@@ -163,9 +163,10 @@ class Tiers:
     self._release_at = math.ceil(release * steps - MARGIN)
     self._streams: dict[str, tuple[str, np.ndarray]] = {}
     self._of: dict[str, dict[str, str]] = {}  # dataset -> tier -> stream
+    self._ranks: dict[str, _Ranks] = {}
     for name, known in rates.items():
       found = _tiers(np.asarray(known, np.float64), low, high)
-      self._of[name] = {}
+      self._of[name], self._ranks[name] = {}, _Ranks(found)
       for t, label in enumerate(TIERS):
         indices = np.flatnonzero(found == t).astype(np.int32)
         if len(indices) and not (label == 'easy' and drop_easy):
@@ -182,6 +183,8 @@ class Tiers:
     # State. `planned` counts the groups asked of each stream since its tiers are live.
     self._released: int | None = None  # the step of it
     self._planned = dict.fromkeys(self._streams, 0)
+    # A cache: `sent` follows `quotas` as a rule.
+    self._asked: tuple[Any, dict[str, int]] | None = None
 
   def _check_live(self, name: str, counts: np.ndarray) -> None:
     """There must be something to draw in every phase, or the dataset has no share."""
@@ -219,18 +222,15 @@ class Tiers:
 
   def places(self, dataset: str, indices: Sequence[int]) -> list[tuple[str, int]]:
     """The stream of each prompt and its place there."""
-    # In the arrays' own type, or searching would convert all of them.
-    wanted = np.asarray(indices, np.int32)
-    found: list[tuple[str, int] | None] = [None] * len(wanted)
-    for stream in self._of[dataset].values():
-      there = self._streams[stream][1]
-      at = np.searchsorted(there, wanted)
-      for i in np.flatnonzero(there[np.minimum(at, len(there) - 1)] == wanted):
-        found[i] = stream, int(at[i])
-    if None in found:
-      i = found.index(None)
+    wanted, ranks = np.asarray(indices, np.int64), self._ranks[dataset]
+    streams = [self._of[dataset].get(label) for label in TIERS]
+    is_live = np.array([stream is not None for stream in streams])
+    inside = (wanted >= 0) & (wanted < ranks.size)
+    tiers, places = ranks.of(np.where(inside, wanted, 0))
+    for i in np.flatnonzero(~(inside & is_live[tiers]))[:1]:
       raise ValueError(f'tiers: prompt {wanted[i]} of {dataset!r} is in no stream')
-    return found
+    found = zip(tiers.tolist(), places.tolist(), strict=True)
+    return [(streams[t], place) for t, place in found]
 
   def weights(self, step: int) -> dict[str, float]:
     """Stream -> its share of a batch, 0 for one that waits. Sums to the datasets'."""
@@ -247,6 +247,12 @@ class Tiers:
     The split rolls on from step to step, so that a stream whose share of a batch is
     less than one group gets one now and then, and a dataset's total stays as it is.
     """
+    asked = step, tuple(of.items())
+    if self._asked is None or self._asked[0] != asked:
+      self._asked = asked, self._split(step, of)
+    return dict(self._asked[1])
+
+  def _split(self, step: int, of: Mapping[str, int]) -> dict[str, int]:
     weights = self.weights(step)
     found = dict.fromkeys(self._streams, 0)
     # From a release on shares are others, and nobody is owed what was before.
@@ -258,10 +264,13 @@ class Tiers:
         continue
       shares = [weights[stream] / self._weights[name] for stream in live]
       counts = [planned[stream] for stream in live]
-      total = sum(counts)
+      total, places = sum(counts), range(len(live))
       for n in range(total + 1, total + groups + 1):
-        owed = [share * n - c for share, c in zip(shares, counts, strict=True)]
-        first = max(range(len(live)), key=owed.__getitem__)
+        most = -math.inf
+        for i in places:  # the first of those owed most
+          owed = shares[i] * n - counts[i]
+          if owed > most:
+            most, first = owed, i
         counts[first] += 1
         found[live[first]] += 1
     return found
@@ -281,6 +290,7 @@ class Tiers:
       self._planned = dict.fromkeys(self._streams, 0)
     for stream, n in quotas.items():
       self._planned[stream] += n
+    self._asked = None
 
   def metrics(self) -> dict[str, float]:
     """Whether hard prompts are released, and the share of each stream of its dataset."""
@@ -316,8 +326,30 @@ class Tiers:
           'thresholds or the prompts have changed'
         )
     check_state('tiers.planned', state['planned'], own['planned'])
+    self._asked = None
     self._released = state['released']
     self._planned = {stream: state['planned'][stream] for stream in self._streams}
+
+
+class _Ranks:
+  """The tier of each prompt and its place there: 1.2 bytes a prompt, and no search."""
+
+  _BLOCK = 64
+
+  def __init__(self, tiers: np.ndarray):  # [n] int8, places in TIERS
+    self.size = len(tiers)
+    tiers = np.pad(tiers, (0, -len(tiers) % self._BLOCK), constant_values=-1)
+    self._tiers = tiers.reshape(-1, self._BLOCK)
+    # How many of each tier come before a block.
+    counts = [(self._tiers == t).sum(axis=1, dtype=np.int32) for t in range(len(TIERS))]
+    self._before = np.cumsum(counts, axis=1, dtype=np.int32) - counts
+
+  def of(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [n] each
+    block, place = indices // self._BLOCK, indices % self._BLOCK
+    tiers = self._tiers[block, place]
+    alike = self._tiers[block] == tiers[:, None]
+    alike &= np.arange(self._BLOCK) < place[:, None]
+    return tiers, self._before[tiers, block] + alike.sum(axis=1)
 
 
 def open_tiers(

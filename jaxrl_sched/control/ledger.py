@@ -49,15 +49,34 @@ def taken(group: Group, keep: np.ndarray, used: np.ndarray) -> Entry:
 
 def spread(groups: Sequence[Group]) -> np.ndarray:  # [n] bool
   """Whether verdicts differ within each group. One answer alone has no spread."""
-  sizes = np.array([group.size for group in groups], np.int64)
   found = np.zeros(len(groups), bool)
-  full = np.flatnonzero(sizes > 1)
-  if len(full):
-    flat = np.concatenate([groups[i].verdicts for i in full], dtype=np.float64)
-    starts = np.cumsum(sizes[full]) - sizes[full]
+  several = [i for i, group in enumerate(groups) if group.size > 1]
+  if several:
+    flat, starts, _ = _flat([groups[i].verdicts for i in several])
     most, least = np.maximum.reduceat(flat, starts), np.minimum.reduceat(flat, starts)
-    found[full] = most - least > SAME
+    found[several] = most - least > SAME
   return found
+
+
+def pass_rates(groups: Sequence[Group]) -> np.ndarray:  # [n] float64
+  """The share of answers with the verifier's maximum; 0 for a group without answers."""
+  found = np.zeros(len(groups))
+  some = [i for i, group in enumerate(groups) if group.size]
+  if some:
+    flat, starts, sizes = _flat([groups[i].verdicts for i in some])
+    best = [groups[i].request.prompt.max_reward for i in some]
+    best = np.array([1.0 if x is None else x for x in best])
+    passed = flat >= np.repeat(best - SAME, sizes)
+    found[some] = np.add.reduceat(passed.astype(np.int64), starts) / sizes
+  return found
+
+
+def _flat(
+  values: Sequence[np.ndarray],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """All values in one array, float64, where each begins, and its size."""
+  sizes = np.array([len(array) for array in values])
+  return np.concatenate(values, dtype=np.float64), np.cumsum(sizes) - sizes, sizes
 
 
 def count(
@@ -88,9 +107,10 @@ def averages(seen: Sequence[Group]) -> dict[str, float]:
     return {}
   lengths = np.concatenate([group.lengths for group in seen])
   truncated = np.concatenate([group.truncated for group in seen])
-  passed = _means([group.passed for group in seen])
+  passed = pass_rates(seen)
+  rewards, starts, sizes = _flat([group.rewards for group in seen])
   found = {
-    'reward/mean': float(_means([group.rewards for group in seen]).mean()),
+    'reward/mean': float((np.add.reduceat(rewards, starts) / sizes).mean()),
     'pass_rate': float(passed.mean()),
     'rollout/length_mean': float(lengths.mean()),
     'rollout/length_max': int(lengths.max()),
@@ -103,13 +123,6 @@ def averages(seen: Sequence[Group]) -> dict[str, float]:
   for name in sorted(set(datasets.tolist())):
     found[f'pass_rate/{name}'] = float(passed[datasets == name].mean())
   return found
-
-
-def _means(values: Sequence[np.ndarray]) -> np.ndarray:  # [n] float64
-  """The mean of each of these arrays."""
-  sizes = np.array([len(array) for array in values])
-  flat = np.concatenate(values, dtype=np.float64)
-  return np.add.reduceat(flat, np.cumsum(sizes) - sizes) / sizes
 
 
 _WHAT = ('groups', 'answers', 'tokens')

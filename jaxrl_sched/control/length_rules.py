@@ -96,13 +96,3 @@ class DatasetSums:
     counted, spread = self.spreads.T
     average = spread / np.where(counted > 0, counted, 1.0)
     return means, slopes, variance, np.where(counted > 0, average, FIRST_SPREAD)
-
-
-def visits(flat: np.ndarray) -> list[np.ndarray]:
-  """Positions of every prompt's first group, then of every second one, and so on."""
-  order = np.argsort(flat, kind='stable')
-  first = np.diff(flat[order], prepend=-1) != 0
-  place = np.arange(len(flat))
-  nth = np.empty(len(flat), np.int64)
-  nth[order] = place - np.maximum.accumulate(np.where(first, place, 0))
-  return [np.flatnonzero(nth == n) for n in range(int(nth.max()) + 1)]

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.control.base import check_state
+from jaxrl_sched.control.base import check_state, visits
 from jaxrl_sched.control.length_rules import (
   DatasetSums,
   expected_longest,
   padded_tokens,
   quantile_of_longest,
   rank_correlation,
-  visits,
 )
 from jaxrl_sched.journal import Journal
 

@@ -116,6 +116,11 @@ class SAGC:
     """The size in use."""
     return self.sizes[self._index]
 
+  @property
+  def needs_passed(self) -> bool:
+    """Whether `observe` is to be told which answers passed."""
+    return self._utility == 'signal'
+
   def posterior(self, size: int) -> tuple[float, float]:
     """Beta (a, b) of the size's risk; with prompt_aware of q, the same for all."""
     i = 0 if self.prompt_aware else self._place(size)

@@ -151,14 +151,14 @@ class Budget:
         sums |= sums << shift
         shift *= 2
       sums &= (1 << (rollouts + 1)) - 1
-    # By rest, since a bit of a long number is slow to find.
-    self._is_sum, self.rest = [bit == '1' for bit in reversed(f'{sums:b}')], rollouts
-    if len(self._is_sum) <= rollouts:
+    # As text, since a bit of a long number is slow to find.
+    self._is_sum, self.rest = f'{sums:b}'[::-1], rollouts
+    if len(self._is_sum) != rollouts + 1:
       raise ValueError(f'rollouts: {rollouts}, expected a sum of {list(sizes)}')
 
   def fits(self, size: int) -> bool:
     """Whether a group of this size leaves a rest that the sizes can fill."""
-    return size <= self.rest and self._is_sum[self.rest - size]
+    return size <= self.rest and self._is_sum[self.rest - size] == '1'
 
   def take(self, size: int) -> None:
     if not self.fits(size):

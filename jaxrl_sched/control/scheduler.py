@@ -4,6 +4,7 @@ Here the controllers meet. `plan` decides and changes nothing; `sent`, `observe`
 `take_batch` change state and are called on every process with the same input.
 """
 
+import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
@@ -56,6 +57,7 @@ class _Open:
   seen: list[Group] = dataclasses.field(default_factory=list)  # in draw order
   places: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # of `seen`
   useful: list[bool] = dataclasses.field(default_factory=list)  # of `seen`
+  rates: list[float] = dataclasses.field(default_factory=list)  # of `seen`: passed
   settled: list[ledger.Entry] = dataclasses.field(default_factory=list)
 
 
@@ -246,8 +248,10 @@ class Scheduler:
     del step
     batch, useful = self._batch, ledger.spread(groups)
     located = self._locate(groups)
-    for stream in dict.fromkeys(stream for stream, _ in located):
-      mine = [i for i, (name, _) in enumerate(located) if name == stream]
+    by_stream: dict[str, list[int]] = {}
+    for i, (stream, _) in enumerate(located):
+      by_stream.setdefault(stream, []).append(i)
+    for stream, mine in by_stream.items():
       places = [located[i][1] for i in mine]
       self._source.observe(stream, places, [groups[i] for i in mine])
       if self._pruner is not None:
@@ -257,6 +261,7 @@ class Scheduler:
     batch.seen.extend(groups)
     batch.places.extend(located)
     batch.useful.extend(useful.tolist())
+    batch.rates.extend(ledger.pass_rates(groups).tolist())
     for (stream, _), group, good in zip(located, groups, useful, strict=True):
       if group.size < min(2, group.request.size):
         batch.settled.append(ledger.Entry(group, 'dropped', 'aborted'))
@@ -321,26 +326,29 @@ class Scheduler:
 
   def _learn(self, batch: _Open, lesson: Lesson, step: int) -> None:
     """What the controllers make of all groups that the step generated."""
-    seen = list(zip(batch.places, batch.useful, strict=True))
+    generated = collections.Counter(stream for stream, _ in batch.places)
+    useful = collections.Counter(
+      stream
+      for (stream, _), good in zip(batch.places, batch.useful, strict=True)
+      if good
+    )
     for stream, record in self._yields.items():
-      mine = [useful for (name, _), useful in seen if name == stream]
-      record.count(sum(mine), len(mine))
-    seen = batch.seen
+      record.count(useful[stream], generated[stream])
+    seen, lengths = batch.seen, [group.lengths for group in batch.seen]
     if self._by_prompt:
       chances = [group.request.exceedance for group in seen]
-      self._sagc.observe_groups([group.lengths for group in seen], chances, step)
+      self._sagc.observe_groups(lengths, chances, step)
     elif self._sagc is not None:
-      passed = [group.passed for group in seen]
-      lengths = [group.lengths for group in seen]
+      passed = [group.passed for group in seen] if self._sagc.needs_passed else None
       self._sagc.observe(lengths, batch.size, step, passed=passed)
     if self._lengths is not None:
-      seen = [group for group in seen if group.size]
-      prompts = [group.request.prompt for group in seen]
+      some = [i for i, group in enumerate(seen) if group.size]
+      prompts = [seen[i].request.prompt for i in some]
       self._lengths.observe(
         [(prompt.dataset, prompt.index) for prompt in prompts],
-        [group.lengths for group in seen],
+        [lengths[i] for i in some],
         prompt_lengths=np.array([len(prompt.tokens) for prompt in prompts]),
-        pass_rates=np.array([group.passed.mean() for group in seen]),
+        pass_rates=np.array([batch.rates[i] for i in some]),
       )
     if self._pruner is not None:
       self._score(batch, lesson)
@@ -351,19 +359,21 @@ class Scheduler:
       group.request.draw: advantages
       for group, advantages in zip(lesson.groups, lesson.advantages, strict=True)
     }
+    nothing = {size: np.zeros(size) for size in {group.size for group in batch.seen}}
     found: dict[str, list[tuple[int, np.ndarray, float]]] = {}
-    for (stream, place), group, useful in zip(
-      batch.places, batch.seen, batch.useful, strict=True
+    for (stream, place), group, useful, rate in zip(
+      batch.places, batch.seen, batch.useful, batch.rates, strict=True
     ):
       if group.size < 2:
         continue
-      advantages = known.get(group.request.draw)
-      if advantages is None:
-        teaches = useful or not self._dynamic
-        advantages = self._advantages(group) if teaches else np.zeros(group.size)
+      advantages = nothing[group.size]
+      if useful or not self._dynamic:
+        advantages = known.get(group.request.draw)
+        if advantages is None:  # useful, and not in the batch
+          advantages = self._advantages(group)
       if self._leave_one_out:  # scores of all sizes are to be alike
         advantages = advantages * ((group.size - 1) / group.size)
-      found.setdefault(stream, []).append((place, advantages, group.passed.mean()))
+      found.setdefault(stream, []).append((place, advantages, rate))
     for stream, records in found.items():
       places, advantages, rates = zip(*records, strict=True)
       self._pruner.observe_many(stream, places, advantages, pass_rates=rates)

@@ -1,8 +1,8 @@
 """What is known of each prompt of a dataset, and who of them sleeps.
 
-A row of 20 bytes a prompt, and a byte for the pass that is on. How many are awake and how many wake in which pass is
-counted along, so that no question needs to look at all prompts; but for `earliest`,
-which does so once in a while.
+A row of 20 bytes a prompt, and a byte for the pass that is on. How many are awake and
+how many wake in which pass is counted along, so that no question needs to look at all
+prompts; but for `earliest`, `due` and the first of a pass, which do.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,9 +48,7 @@ class Sleepers:
     rows, self._open_in = self._rows, -1
     self._active = int(np.count_nonzero(rows['state'] == ACTIVE))
     self._asleep: dict[int, int] = {}  # wake pass -> how many
-    wakes = rows['wake'][rows['state'] == SNOOZED]
-    for wake, count in zip(*np.unique(wakes, return_counts=True), strict=True):
-      self._asleep[int(wake)] = int(count)
+    self._count(rows['wake'][rows['state'] == SNOOZED], 1)
     self.newest = int(rows['last'].max())  # draw
     # The next to wake, found when needed: every sleeper whose key is at most `bound`
     # is in `near` or `fresh`, beside some who are none any more.
@@ -132,31 +130,34 @@ class Sleepers:
 
   # --- changes ---
 
-  def get(self, index: int) -> tuple[int, ...]:
-    """A row, in the order of ROW."""
-    return self._rows[index].item()
+  def get(self, indices: np.ndarray) -> np.ndarray:  # [n] -> [n] of ROW
+    return self._rows[indices]
 
-  def replace(self, index: int, before: tuple[int, ...], row: tuple[int, ...]) -> None:
-    """Sets a row that `get` has given as `before`."""
-    self._journal.note(index, before)
-    self._rows[index] = row
-    (old, new), (old_wake, wake) = (before[0], row[0]), (before[3], row[3])
-    self._open[index] = new == ACTIVE or (new == SNOOZED and wake <= self._open_in)
-    self._active += (new == ACTIVE) - (old == ACTIVE)
-    if old == SNOOZED:
-      self._wakes(old_wake, 1)
-    if new == SNOOZED:
-      self._asleep[wake] = self._asleep.get(wake, 0) + 1
-      if self._bound is not None and (wake << 32) + row[4] <= self._bound:
-        self._fresh.append(index)
-        if len(self._fresh) > len(self._near) + 4096:  # nobody asks
-          self._bound, self._near, self._fresh = None, np.empty(0, np.int64), []
-    self.newest = max(self.newest, row[4])
+  def replace(self, indices: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
+    """Sets rows, none twice, that `get` has given as `before`."""
+    self._journal.note(indices, [before[name] for name in ROW.names])
+    self._rows[indices] = after
+    state, wake = after['state'], after['wake']
+    slept, sleeps = before['state'] == SNOOZED, state == SNOOZED
+    self._open[indices] = (state == ACTIVE) | (sleeps & (wake <= self._open_in))
+    self._active += int(np.count_nonzero(state == ACTIVE))
+    self._active -= int(np.count_nonzero(before['state'] == ACTIVE))
+    self._count(before['wake'][slept], -1)
+    self._count(wake[sleeps], 1)
+    if self._bound is not None:
+      near = sleeps & (self._keys(indices) <= self._bound)
+      self._fresh += indices[near].tolist()
+      if len(self._fresh) > len(self._near) + 4096:  # nobody asks
+        self._bound, self._near, self._fresh = None, np.empty(0, np.int64), []
+    self.newest = max(self.newest, int(after['last'].max(initial=-1)))
 
-  def _wakes(self, wake: int, count: int) -> None:
-    self._asleep[wake] -= count
-    if not self._asleep[wake]:
-      del self._asleep[wake]
+  def _count(self, wakes: np.ndarray, sign: int) -> None:
+    """Counts sleepers with these wake passes in or out."""
+    for wake, count in zip(*np.unique(wakes, return_counts=True), strict=True):
+      wake = int(wake)
+      self._asleep[wake] = self._asleep.get(wake, 0) + sign * int(count)
+      if not self._asleep[wake]:
+        del self._asleep[wake]
 
   def take(self, indices: np.ndarray, draws: np.ndarray, numbers: np.ndarray) -> int:
     """Notes requests, in draw order; an index may come more than once.
@@ -171,9 +172,7 @@ class Sleepers:
     is_open = before['last'] > before['applied']
     repeats = len(indices) - len(once) + int(np.count_nonzero(is_open[first]))
     woken = once[before['state'][first] == SNOOZED]
-    wakes, counts = np.unique(rows['wake'][woken], return_counts=True)
-    for wake, count in zip(wakes.tolist(), counts.tolist(), strict=True):
-      self._wakes(wake, count)
+    self._count(rows['wake'][woken], -1)
     rows['state'][woken] = PROBE
     self._open[woken] = False
     rows['last'][indices] = draws  # of equal indices the last one counts

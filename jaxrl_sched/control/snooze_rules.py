@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -13,6 +12,9 @@ from jaxrl_sched.types import SAME
 SMALL_GROUP = 4  # up to here one full group is weak evidence: it takes two in a row
 LONGEST_STREAK = 2  # of full groups: a longer one says no more
 DEEPEST_LEVEL = 2**16 - 1
+
+KINDS = ('useful', 'constant', 'hard', 'easy')
+USEFUL, CONSTANT, HARD, EASY = range(len(KINDS))
 
 
 def delay(
@@ -35,23 +37,36 @@ def verdict_class(
   min_reward: float = 0.0,
 ) -> str:
   """'easy' or 'hard' if all are the best or the worst, else 'constant' or 'useful'."""
-  array = np.asarray(verdicts)
-  values = array.tolist()
-  if not values or not math.isfinite(sum(values)):
-    raise ValueError(f'verdicts: {values}, expected finite numbers, at least one')
-  if max(values) - min(values) > SAME:
-    return 'useful'
-  if array.dtype == np.float32:  # then the bounds went through float32 too
-    min_reward = _as_float32(min_reward)
-    max_reward = None if max_reward is None else _as_float32(max_reward)
-  if max_reward is not None and abs(values[0] - max_reward) <= SAME:
-    return 'easy'
-  return 'hard' if abs(values[0] - min_reward) <= SAME else 'constant'
+  return KINDS[verdict_classes([verdicts], [max_reward], [min_reward])[0]]
 
 
-@functools.cache  # verifiers declare few
-def _as_float32(reward: float) -> float:
-  return float(np.float32(reward))
+def verdict_classes(
+  verdicts: Sequence[Sequence[float] | np.ndarray],  # [G] each
+  max_rewards: Sequence[float | None],
+  min_rewards: Sequence[float],
+) -> np.ndarray:
+  """`verdict_class` of many groups, as places in KINDS: [groups] int8."""
+  arrays = [np.asarray(group) for group in verdicts]
+  sizes = np.array([len(array) for array in arrays], np.int64)
+  flat = np.concatenate(arrays, dtype=np.float64) if arrays else np.empty(0)
+  if not (sizes > 0).all() or not np.isfinite(flat).all():
+    bad = [a.tolist() for a in arrays if not len(a) or not np.isfinite(a).all()]
+    raise ValueError(f'verdicts: {bad[0]}, expected finite numbers, at least one')
+  if not arrays:
+    return np.empty(0, np.int8)
+  best = np.array(max_rewards, np.float64)  # None: NaN, which nothing is near to
+  worst = np.array(min_rewards, np.float64)
+  # Where verdicts are float32 the bounds went through it too.
+  narrow = np.array([array.dtype == np.float32 for array in arrays])
+  best = np.where(narrow, best.astype(np.float32), best)
+  worst = np.where(narrow, worst.astype(np.float32), worst)
+  starts = np.cumsum(sizes) - sizes
+  spread = np.maximum.reduceat(flat, starts) - np.minimum.reduceat(flat, starts)
+  kinds = np.full(len(arrays), CONSTANT, np.int8)
+  kinds[np.abs(flat[starts] - worst) <= SAME] = HARD
+  kinds[np.abs(flat[starts] - best) <= SAME] = EASY
+  kinds[spread > SAME] = USEFUL
+  return kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +95,14 @@ class Naps:
     return self.factor > 0 or self.hard_delay > 0
 
   def after(
-    self, kind: str, size: int, asleep: bool, streak: int, level: int
-  ) -> tuple[int, int, float]:
-    """What a result of this kind, of a group of this size, does to a prompt.
+    self,
+    kinds: np.ndarray,  # [n]
+    sizes: np.ndarray,  # [n]
+    asleep: np.ndarray,  # [n] bool
+    streak: np.ndarray,  # [n] int64
+    level: np.ndarray,  # [n] int64
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What results of these kinds, of groups of these sizes, do to prompts.
 
     Args:
       asleep: the prompt sleeps already, since an older request of it.
@@ -93,12 +113,15 @@ class Naps:
       active. (A nap of 0 passes is none: such a prompt may be drawn while its result
       is out, so that a factor of 0 is dynamic sampling, request by request.)
     """
-    if kind != 'easy':
-      return 0, 0, delay(1, self.hard_delay) if kind == 'hard' else 0
-    streak = min(streak + 1, LONGEST_STREAK)
-    if size <= SMALL_GROUP and streak < 2:
-      return streak, level, 0
+    easy = kinds == EASY
+    streak = np.where(easy, np.minimum(streak + 1, LONGEST_STREAK), 0)
+    solved = easy & ((sizes > SMALL_GROUP) | (streak >= 2))
     # A second result in flight prolongs a sleep, it does not deepen it.
-    if not asleep:
-      level = min(level + 1, DEEPEST_LEVEL)
-    return streak, level, delay(level, self.factor, self.growth, self.cap)
+    deeper = np.where(asleep, level, np.minimum(level + 1, DEEPEST_LEVEL))
+    level = np.where(solved, deeper, np.where(easy, level, 0))
+    nap = np.where(kinds == HARD, delay(1, self.hard_delay), 0.0)
+    if solved.any():
+      levels, which = np.unique(level[solved], return_inverse=True)
+      naps = [delay(n, self.factor, self.growth, self.cap) for n in levels.tolist()]
+      nap[solved] = np.array(naps, np.float64)[which]
+    return streak, level, nap
