@@ -81,6 +81,29 @@ seen['compiled by checkpoints'] = len(compiled)
 seen['no such step'] = failing(checkpoints.restore, like, step=9)
 checkpoints.close()
 
+# All controllers, decided on process 0 and applied on both; then one hears otherwise.
+sys.path[:0] = [f'{sys.argv[4]}/tests', f'{sys.argv[4]}/tests/control']
+import test_together
+from jaxrl_sched.control.base import digest
+
+everything = test_together.Methods(
+  factor=2.0, sagc='by prompt', lengths=True, prompts='fill', answers='fixed'
+)
+scheduler, seen['states'] = everything.scheduler(), []
+
+def alike():
+  state = scheduler.state_dict()
+  return multihost.compare("the controllers' state", lambda: digest(state), name='6')
+
+for step in range(6):
+  while plan := multihost.agree(lambda: scheduler.plan(step)):
+    scheduler.sent(plan)
+    groups = [test_together.answered(r, step) for r in plan.requests]
+    scheduler.observe(groups[::-1] if me and step == 5 else groups, step)
+  scheduler.take_batch(step)
+  seen['states'].append(failing(alike))
+seen['steps drawn'] = scheduler.state_dict()['draw']
+
 # K1: a late process is waited for; one that is somewhere else is named.
 if me:
   time.sleep(2)
@@ -139,6 +162,19 @@ def test_both_raise_when_one_fails_and_can_go_on(seen):
   assert seen[0]['one fails'] == ['RuntimeError', 'Process 1 failed: OSError: disk']
   assert seen[1]['one fails'] == ['OSError', 'disk']
   assert [s['after'] for s in seen] == ['still together'] * 2
+
+
+def test_controllers_are_compared_and_a_difference_stops_both(seen):
+  """Promise 4: decisions of process 0, applied by both, leave equal states; where one
+  has taken in something else, both end with a clear message."""
+  assert seen[0]['steps drawn'] == seen[1]['steps drawn'] > 30
+  for found in (s['states'] for s in seen):
+    assert found[:5] == [['no error', 'None']] * 5
+    kind, message = found[5]
+    assert kind == 'RuntimeError'
+    assert message.startswith(
+      "the controllers' state differs on process 1 from that on process 0 (6): "
+    )
 
 
 def test_who_is_late_is_waited_for_and_who_is_absent_is_named(seen):
