@@ -28,7 +28,7 @@ _FATES = ('trained', 'filtered', 'pending', 'dropped')  # others come after
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-  """A plot of metrics. `keys` maps a key to its label; '*' stands for any text."""
+  """A plot of metrics. `keys` maps a key to its label; '*' is any text, in both."""
 
   title: str
   note: str
@@ -98,14 +98,26 @@ _SECTIONS = {
     Panel('Group size', 'answers a prompt', {'sagc/group_size': 'group size'}),
     Panel(
       'Stragglers',
-      'share of groups with a straggler; its price',
-      {'sagc/event_rate': 'event rate', 'sagc/lambda': 'lambda'},
+      'share of groups with one; the learned risk of each group size',
+      {'sagc/event_rate': 'event rate', 'sagc/p/*': 'size *'},
+      unit_range=True,
     ),
+    Panel('Price of a straggler', 'lambda', {'sagc/lambda': 'lambda'}),
     Panel('Asleep', 'prompts, by dataset', {'snooze/asleep/*': '*'}),
     Panel(
+      'Lengths foreseen',
+      'rank correlation; share of groups under the predicted bound',
+      {'lengths/rank_correlation': 'correlation', 'lengths/coverage': 'coverage'},
+      unit_range=True,
+    ),
+    Panel(
       'Pruning',
-      'share kept; effective sample size',
-      {'dppo/kept': 'kept', 'dppo/ess': 'effective'},
+      'share of answers and prompts kept; effective sample size',
+      {
+        'dppo/kept': 'answers',
+        'dppo/prompts_kept': 'prompts',
+        'dppo/ess': 'effective',
+      },
       unit_range=True,
     ),
     Panel(
@@ -194,7 +206,7 @@ def _matching(columns: plots.Curves, keys: dict[str, str]) -> plots.Curves:
     regex = re.compile(re.escape(pattern).replace(r'\*', '(.+)'))
     for key, column in columns.items():
       if match := regex.fullmatch(key):
-        found[match[1] if label == '*' else label] = column
+        found[label.replace('*', match[1]) if '*' in label else label] = column
   return found
 
 
