@@ -130,7 +130,7 @@ class SharedBatch(Batch):
   """A batch whose segments are a prompt, stored once, and one or more answers to it.
 
   An answer sees the prompt and itself. Its positions continue from the prompt's end,
-  and so does its log-prob: that is where its first token is predicted.
+  which is where its first token is predicted, whatever stands between them.
   """
 
   answers: np.ndarray  # [B, T] int32, 0 on prompts and padding, then 1, 2, ... in a row

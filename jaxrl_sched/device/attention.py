@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
-def packed(q, k, v, segments):
-  """Causal attention inside segments.
+def packed(q, k, v, segments, answers=None):
+  """Causal attention inside segments, each a prompt and one answer, or several.
 
   Args:
     q: [B, T, N, H]; k, v: [B, T, K, H].
     segments: [B, T] int32; 0 is padding, which sees padding only.
+    answers: [B, T] int32, 0 off the answers; none sees another. None: nothing in a
+      segment is hidden from what comes after it.
 
   Returns:
     [B, T, N, H].
@@ -17,8 +19,11 @@ def packed(q, k, v, segments):
   t = q.shape[1]
   same = segments[:, :, None] == segments[:, None, :]
   causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
-  mask = (same & causal[None])[:, None]
-  return jax.nn.dot_product_attention(q, k, v, mask=mask)
+  mask = same & causal[None]
+  if answers is not None:
+    keys = answers[:, None, :]
+    mask &= (keys == 0) | (keys == answers[:, :, None])
+  return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
 
 
 def write(k_cache, v_cache, k, v, positions):

@@ -18,7 +18,7 @@ from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.logps import LOGITS_AT_ONCE, token_logps
 from jaxrl_sched.device.model import ModelConfig
-from jaxrl_sched.types import Batch
+from jaxrl_sched.types import Batch, SharedBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,16 @@ def make_optimizer(
   return adamw, rate
 
 
+def _predictors(answers):
+  """[B, T] int32: the place whose hidden state predicts the token after place t.
+
+  That is t itself, but the end of the prompt where an answer begins at t + 1.
+  """
+  place = jnp.broadcast_to(jnp.arange(answers.shape[1])[None], answers.shape)
+  ends = jax.lax.cummax(jnp.where(answers == 0, place, 0), axis=1)
+  return jnp.where(jnp.roll(answers, -1, axis=1) == answers, place, ends)
+
+
 def answer_logps(
   parameters,
   config,
@@ -122,9 +132,17 @@ def answer_logps(
   """
   mesh = meshes.make_mesh() if mesh is None else mesh
   model = model_lib.decoder(config, parameters)
+  answers = batch.get('answers')  # of a SharedBatch
   hidden = model.rows(
-    batch['tokens'], batch['segments'], batch['positions'], remat=remat, mesh=mesh
+    batch['tokens'],
+    batch['segments'],
+    batch['positions'],
+    answers=answers,
+    remat=remat,
+    mesh=mesh,
   )
+  if answers is not None:
+    hidden = jnp.take_along_axis(hidden, _predictors(answers)[..., None], axis=1)
   targets = jnp.roll(batch['tokens'], -1, axis=1)  # the last one's is never read
   found = token_logps(
     hidden,
@@ -168,7 +186,7 @@ def microbatch_loss(
     dual_clip=loss.dual_clip,
     tis_cap=loss.tis_cap,
     logp_sampled=batch['logps'],
-    segments=batch['segments'],
+    segments=batch.get('answers', batch['segments']),
   )
   if reference is not None:  # weights without adapters
     logp_ref, _ = logps_of(reference, config=dataclasses.replace(config, lora=None))
@@ -366,14 +384,20 @@ class Learner:
     self.state, metrics = self._apply(self.state, gradient, sums)
     return metrics
 
-  def warm_up(self) -> None:
-    """Compiles the update, leaving the state as it was."""
+  def warm_up(self, *, share_prompt: bool = False) -> None:
+    """Compiles the update, leaving the state as it was.
+
+    Args:
+      share_prompt: the update from SharedBatches.
+    """
     shape = (self.rows, self.row_tokens)
-    dtypes = dict(tokens='i4', segments='i4', positions='i4', fresh='?')
-    nothing = Batch(
+    dtypes = dict.fromkeys(('tokens', 'segments', 'positions', 'answers'), 'i4')
+    dtypes['fresh'] = '?'
+    kind = SharedBatch if share_prompt else Batch
+    nothing = kind(
       **{
         f.name: np.zeros(shape, dtypes.get(f.name, 'f4'))
-        for f in dataclasses.fields(Batch)
+        for f in dataclasses.fields(kind)
       }
     )
     gradient, sums = self.gradient([nothing, nothing])

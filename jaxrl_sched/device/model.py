@@ -203,20 +203,21 @@ class Decoder(nnx.Module):
   def embedded(self, tokens):  # [...] -> [..., D]
     return self.embed[...][tokens].astype(self.config.dtype)
 
-  def rows(self, tokens, segments, positions, *, remat=False, mesh=None):
+  def rows(self, tokens, segments, positions, *, answers=None, remat=False, mesh=None):
     """Packed rows, all [B, T] int32 -> hidden [B, T, D].
 
     A token sees its own segment up to itself. Layers are scanned, so that their
     number does not make compilation longer.
 
     Args:
+      answers: those of a segment that share its prompt and do not see each other.
       mesh: over which rows are spread.
     """
     cos, sin = rotation(positions, self.config)
     graph, stacked = nnx.split(self.blocks)
 
     def attend(q, k, v):
-      return attention.packed(q, k, v, segments), None
+      return attention.packed(q, k, v, segments, answers), None
 
     def layer(x, state):
       return nnx.merge(graph, state)(x, cos, sin, attend)

@@ -1,14 +1,23 @@
 """Rows are dense and fair; every token has the weight its average gives it."""
 
 import dataclasses
+import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
 
 from jaxrl_sched.host import packing
-from jaxrl_sched.types import Completion, Group, Prompt, Request, Sampling
+from jaxrl_sched.types import (
+  Batch,
+  Completion,
+  Group,
+  Prompt,
+  Request,
+  Sampling,
+  SharedBatch,
+)
 
 ROOM = dict(version=3, rows=2, row_tokens=16, window=4)
 EOS = 2
@@ -213,7 +222,7 @@ def test_every_loss_has_an_average():
 @pytest.mark.parametrize(
   'change, message',
   [
-    (dict(averaging='tokens'), "averaging: 'tokens', expected one of constant"),
+    (dict(averaging='tokens'), "averaging: 'tokens', expected one of sequence"),
     (dict(max_new_tokens=0), 'max_new_tokens: 0'),
     (dict(keep=[]), 'keep: 0 groups, expected 1'),
     (dict(keep=[np.ones(3)]), r'keep: group 0 has shape \(3,\), expected \(2,\)'),
@@ -451,3 +460,135 @@ def test_permuting_and_packing_change_no_answer(
   assert all(batch.tokens.shape == (rows, row_tokens) for batch in packed)
   assert answers_of(packed) == answers_of(alone)
   assert len(answers_of(packed)) == sum(np.count_nonzero(g.lengths) for g in groups)
+
+
+# --- prompts shared by their answers ------------------------------------------
+
+
+def test_a_row_with_shared_prompts_written_out():
+  answers = completion([5, 6]), completion([7]), completion([8, EOS], version=2)
+  groups = [group([10, 11], *answers), group([12], completion([9]))]
+  weights = [np.array([0.25, 0.0, 0.125]), np.array([0.5])]
+  (batch,) = fill(groups, weights=weights, row_tokens=9, share_prompt=True)
+  assert batch.tokens[0].tolist() == [10, 11, 5, 6, 8, EOS, 12, 9, 0]
+  assert batch.segments[0].tolist() == [1, 1, 1, 1, 1, 1, 2, 2, 0]
+  assert batch.answers[0].tolist() == [0, 0, 1, 1, 2, 2, 0, 3, 0]
+  assert batch.positions[0].tolist() == [0, 1, 2, 3, 2, 3, 0, 1, 0]
+  assert batch.logps[0].tolist() == [0, 0, -1 / 8, -2 / 8, -1 / 8, -2 / 8, 0, -1 / 8, 0]
+  assert batch.advantages[0].tolist() == [0, 0, 1, 1, 3, 3, 0, 1, 0]
+  assert batch.weights[0].tolist() == [0, 0, 0.25, 0.25, 0.125, 0.125, 0, 0.5, 0]
+  assert np.flatnonzero(batch.fresh[0]).tolist() == [2, 3, 7]
+  assert batch.answers.dtype == np.int32
+  for field in dataclasses.fields(batch):  # the second row is empty
+    assert not getattr(batch, field.name)[1].any()
+
+
+def test_a_shared_prompt_is_stored_once():
+  """A prompt of 10 and answers of 3 x 5: 25 places instead of 45."""
+  one = group(range(20, 30), *(completion([5] * 5) for _ in range(3)))
+  for share_prompt, kind, places in ((False, Batch, 45), (True, SharedBatch, 25)):
+    (batch,) = fill([one], row_tokens=50, share_prompt=share_prompt)
+    assert type(batch) is kind
+    assert np.count_nonzero(batch.segments) == places
+    assert packing.density([batch]) == places / 100
+
+
+def test_answers_that_do_not_fit_together_have_the_prompt_again():
+  """4 + 5 + 6 of 16 leave no room for 2; 4 + 2 + 8 none for 9; 4 + 12 are a row."""
+  lengths = [5, 6, 2, 0, 8, 9, 12]
+  one = group([20, 21, 22, 23], *(completion([30 + n] * n) for n in lengths))
+  batches = fill([one], rows=4, window=1, share_prompt=True)
+  tokens = [list(dict.fromkeys(row)) for row in batches[0].tokens.tolist()]
+  assert [row[4:] for row in tokens] == [[35, 36, 0], [32, 38, 0], [39, 0], [42]]
+  assert all(row[:4] == [20, 21, 22, 23] for row in tokens)
+  assert (batches[0].segments.max(axis=1) == 1).all() and len(batches) == 1
+
+
+def test_nothing_to_train_on_stores_no_shared_prompt():
+  answers = [completion([5, 6]), completion([])]
+  left_out = [np.array([0.0, 1.0])]
+  assert fill([group([1], *answers)], weights=left_out, share_prompt=True) == []
+
+
+@pytest.mark.parametrize(
+  'answer, message',
+  [
+    (change(ANSWER, logps=None), '0 log-probs for 3 tokens'),
+    (completion([5] * 16, draw=7), '17 tokens, expected at most row_tokens, 16'),
+  ],
+)
+def test_a_bad_answer_is_named_though_the_prompt_is_shared(answer, message):
+  bad = group([1], ANSWER, answer)
+  with pytest.raises(ValueError, match=f'draw 7, answer 1: .*{message}'):
+    fill([bad], share_prompt=True)
+  fill([bad], weights=[np.array([1.0, 0.0])], share_prompt=True)
+
+
+def each_with_its_prompt(batches):
+  """Of SharedBatches what `answers_of` reads from others, and all lengths of segments."""
+  found, segments = [], []
+  for batch in batches:
+    for b, row in enumerate(batch.answers):
+      numbers = [k for k, _ in itertools.groupby(row) if k]
+      assert numbers == list(range(1, row.max() + 1))  # each in one piece
+      for answer in numbers:
+        segment = batch.segments[b] == batch.segments[b, (row == answer).argmax()]
+        places = segment & ((row == 0) | (row == answer))
+        assert batch.positions[b, places].tolist() == list(range(places.sum()))
+        found.append(
+          tuple(
+            tuple(getattr(batch, name)[b, places].tolist())
+            for name in ('tokens', 'logps', 'advantages', 'weights', 'fresh')
+          )
+        )
+      lengths = np.bincount(batch.segments[b])[1:]
+      segments += lengths.tolist()
+      assert not batch.segments[b, lengths.sum() :].any()  # no place between two
+  return sorted(found), segments
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+  st.lists(
+    st.tuples(
+      st.integers(1, 4),
+      st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=6),
+    ),
+    max_size=5,
+  ),
+  st.integers(1, 3),
+  st.integers(10, 30),
+  st.integers(1, 6),
+)
+def test_sharing_prompts_changes_no_answer(shapes, rows, row_tokens, window):
+  """Property: every kept answer once with its prompt, which is stored no more often
+  than the answers, in their order, need."""
+  rng = np.random.default_rng(len(shapes))
+  groups = [
+    group(
+      rng.integers(3, 90, prompt),
+      *(completion(rng.integers(3, 90, n), draw=q, version=2 + q % 2) for n, _ in kept),
+    )
+    for q, (prompt, kept) in enumerate(shapes)
+  ]
+  advantages = [rng.normal(size=g.size) for g in groups]
+  weights = packing.answer_weights(
+    [g.lengths for g in groups],
+    averaging='sequence',
+    max_new_tokens=6,
+    keep=[np.array([k for _, k in kept], float) for _, kept in shapes],
+  )
+  room = dict(rows=rows, row_tokens=row_tokens, window=window)
+  shared = fill(groups, advantages, weights, **room, share_prompt=True)
+  assert all(batch.tokens.shape == (rows, row_tokens) for batch in shared)
+  found, segments = each_with_its_prompt(shared)
+  assert found == answers_of(fill(groups, advantages, weights, **room))
+
+  expected = []
+  for prompt, kept in shapes:
+    lengths = [n for n, k in kept if n and k]
+    while lengths:
+      fit = sum(prompt + np.cumsum(lengths) <= row_tokens)
+      expected.append(prompt + sum(lengths[:fit]))
+      lengths = lengths[fit:]
+  assert sorted(segments) == sorted(expected)
