@@ -29,12 +29,18 @@ class Engine(Protocol):
   def submit(self, requests: Sequence[Request]) -> None:
     """Hands out work; answers are sampled with the weights of this step."""
 
-  def collect(self) -> list[Group]:
+  def collect(self, enough: Callable[[Sequence[Group]], bool]) -> list[Group]:
     """All that was submitted, sampled and graded, in draw order.
+
+    Where the first of them are `enough`, and others are still being graded, it may
+    give these, and leave the others to `collect_rest`.
 
     Raises:
       Stopped: the run was asked to stop. What was submitted is forgotten.
     """
+
+  def collect_rest(self) -> list[Group]:
+    """What `collect` has left, in draw order. Never raises Stopped."""
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     """Samples and grades at once, without shaping; in the order given."""

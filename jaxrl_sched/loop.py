@@ -73,14 +73,17 @@ def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
   while plan := engine.agree(lambda: scheduler.plan(step)):
     scheduler.sent(plan)
     engine.submit(plan.requests)
-    collected = engine.collect()
+    collected = engine.collect(scheduler.enough)
     samples = samples or samples_of(collected)
     scheduler.observe(collected, step)
 
   # Learn from it: groups, advantages over the full groups, and what pruning left.
-  lesson, metrics, lines = scheduler.take_batch(step)
+  lesson = scheduler.take_batch(step)
   learned = engine.learn(lesson)
 
+  # Surplus may have been in grading until now; then the controllers know the step.
+  scheduler.observe(engine.collect_rest(), step)
+  metrics, lines = scheduler.close(step)
   recorder.rollouts(step, lines)
   recorder.samples(step, samples)
   took = time.perf_counter() - began

@@ -42,13 +42,16 @@ class PaperEngine:
     self._requests = list(requests)
     self.events.append(f'sample {self.step}')
 
-  def collect(self):
+  def collect(self, enough):
     if self.step == self._stop_in:
       raise Stopped
     return [
       graded(r, [(r.draw + k) % 2 for k in range(r.size)], version=self.step)
       for r in self._requests
     ]
+
+  def collect_rest(self):
+    return []
 
   def evaluate(self, requests):
     self.events.append(f'evaluate {self.step}')
@@ -143,7 +146,7 @@ def test_asked_to_stop_in_a_step_it_saves_that_steps_start(tmp_path, step):
 
 def test_without_useful_groups_the_step_is_counted_and_the_run_goes_on(tmp_path):
   class AllRight(PaperEngine):
-    def collect(self):
+    def collect(self, enough):
       return [graded(r, [1] * r.size) for r in self._requests]
 
     def learn(self, lesson):

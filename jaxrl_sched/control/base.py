@@ -62,9 +62,11 @@ def _described(value: Any, name: str) -> Any:
 
 def visits(flat: np.ndarray) -> list[np.ndarray]:
   """Positions of every prompt's first group, then of every second one, and so on."""
+  if len(np.unique(flat)) == len(flat):  # as a rule
+    return [np.arange(len(flat))] if len(flat) else []
   order = np.argsort(flat, kind='stable')
   first = np.diff(flat[order], prepend=-1) != 0
   place = np.arange(len(flat))
   nth = np.empty(len(flat), np.int64)
   nth[order] = place - np.maximum.accumulate(np.where(first, place, 0))
-  return [np.flatnonzero(nth == n) for n in range(int(nth.max(initial=-1)) + 1)]
+  return [np.flatnonzero(nth == n) for n in range(int(nth.max()) + 1)]

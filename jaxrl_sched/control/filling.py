@@ -1,11 +1,12 @@
 """How a batch fills: whose useful groups it takes, and what it still lacks.
 
 Each of these is offered useful groups in draw order, the carried ones first. `accepted`
-are in, `left` are not.
+are in, `left` are not. A `copy` may be offered more, to see what would be.
 """
 
 from collections import deque
 from collections.abc import Mapping
+import copy
 import math
 
 from jaxrl_sched.control.quotas import largest_remainder, roll
@@ -34,6 +35,11 @@ class Quotas:
   @property
   def borrowed(self) -> int:
     return len(self._borrowed)
+
+  def copy(self) -> 'Quotas':
+    other = Quotas(self._quotas, borrow=self._borrow)
+    other._accepted = {name: list(groups) for name, groups in self._accepted.items()}
+    return other
 
   def lacking(self) -> dict[str, int]:
     """Stream -> groups that are wanted of it."""
@@ -64,6 +70,11 @@ class Pot:
     self._groups, self._weights = groups, dict(weights)
     self.accepted: list[Group] = []
     self.left: list[Group] = []
+
+  def copy(self) -> 'Pot':
+    other = Pot(self._groups, self._weights)
+    other.accepted = list(self.accepted)
+    return other
 
   def lacking(self) -> dict[str, int]:
     return self.split(self._groups - len(self.accepted))
@@ -148,6 +159,13 @@ class Rolling(Turns):
   def left(self) -> list[Group]:
     waiting = [group for groups in self._waiting.values() for group in groups]
     return sorted(self._surplus + waiting, key=lambda group: group.request.draw)
+
+  def copy(self) -> 'Rolling':
+    other = copy.copy(self)
+    other.counts, other._budget = dict(self.counts), copy.copy(self._budget)
+    other._waiting = {name: deque(groups) for name, groups in self._waiting.items()}
+    other.accepted, other._surplus = list(self.accepted), list(self._surplus)
+    return other
 
   @property
   def rest(self) -> int:

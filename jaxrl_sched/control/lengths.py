@@ -294,14 +294,17 @@ class LengthPredictor:
   # --- what it tells ---
 
   def _tell(self, ln_mean, ln_high, answers, sizes, covered) -> None:
-    actual = np.add.reduceat(answers, np.cumsum(sizes) - sizes) / sizes
+    starts = np.cumsum(sizes) - sizes
+    actual = np.add.reduceat(answers, starts) / sizes
     self._told = {'lengths/coverage': float(covered.mean())}
     agreement = rank_correlation(ln_mean, actual)
     if agreement is not None:
       self._told['lengths/rank_correlation'] = agreement
     # As a scheduler would: the answers of the group with the highest `high` first.
-    order = np.argsort(-np.repeat(ln_high, sizes), kind='stable')
-    best = padded_tokens(-np.sort(-answers), self._minibatch)
+    groups = np.argsort(-ln_high, kind='stable')
+    moved = starts[groups] - (np.cumsum(sizes[groups]) - sizes[groups])
+    order = np.arange(len(answers)) + np.repeat(moved, sizes[groups])
+    best = padded_tokens(np.sort(answers)[::-1], self._minibatch)
     padded = padded_tokens(answers[order], self._minibatch)
     self._told['lengths/padded_lost'] = padded / best - 1
 

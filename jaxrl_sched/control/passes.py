@@ -85,10 +85,12 @@ class Passes:
     if met.met:
       number, cursor = int(met.numbers[-1]), int(met.cursors[-1])
     indices, numbers, cursors = [met.indices], [met.numbers], [met.cursors]
-    # Sleepers met on the way: they are on probe now.
-    woken = met.indices[self.rows.is_asleep(met.indices)]
+    # Sleepers met on the way are on probe then; those of passes before are met again.
+    is_woken = self.rows.is_asleep(met.indices)
+    woken = met.indices[is_woken]
+    before = met.indices[is_woken & (met.numbers < number)]
     while missing:
-      found, after = self._scan(number, cursor, missing, woken)
+      found, after = self._scan(number, cursor, missing, before)
       indices.append(found)
       numbers.append(np.full(len(found), number))
       cursors.append(after)
@@ -98,7 +100,7 @@ class Passes:
       # A pass through which all sleep does not count.
       if not missing or self.rows.count(number + 1) <= len(woken):
         break
-      number, cursor = number + 1, 0
+      number, cursor, before = number + 1, 0, woken
     early = _NOTHING
     if missing:
       # Those due have been met above, and are the first of all sleepers.
@@ -114,7 +116,7 @@ class Passes:
     return Ahead(*arrays, n - missing, len(early))
 
   def _scan(
-    self, number: int, cursor: int, n: int, woken: np.ndarray
+    self, number: int, cursor: int, n: int, without: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray]:
     """The next n of a pass that may be drawn, or all, and the cursors after them.
 
@@ -123,15 +125,15 @@ class Passes:
     """
     found, cursors = [_NOTHING], [_NOTHING]
     count = self.rows.count(number)
-    if count > len(woken):
-      order, at, piece = self._orders.of(number), cursor, 0
+    if count > len(without):
+      order, at = self._orders.of(number), cursor
       while n and at < len(order):
-        # As many as should hold n of them.
-        piece = max(64, 2 * piece, int(1.1 * n * len(order) / count))
+        # As many as should hold n of them, and ever more if they do not.
+        piece = max(64, (at - cursor) // 2, int(1.2 * n * len(order) / count))
         seen = order[at : at + min(piece, 1 << 20)]
         good = self.rows.may_be_drawn(seen, number)
-        if len(woken):
-          good &= ~np.isin(seen, woken)
+        if len(without):
+          good &= ~np.isin(seen, without)
         places = np.flatnonzero(good)[:n]
         found.append(seen[places])
         cursors.append(at + places + 1)

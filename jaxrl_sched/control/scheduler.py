@@ -1,7 +1,8 @@
 """Which prompts get how many answers, and which of these are trained on.
 
-Here the controllers meet. `plan` decides and changes nothing; `sent`, `observe` and
-`take_batch` change state and are called on every process with the same input.
+Here the controllers meet. `plan` and `enough` decide and change nothing; `sent`,
+`observe`, `take_batch` and `close` change state and are called on every process with the
+same input.
 """
 
 import collections
@@ -59,6 +60,7 @@ class _Open:
   useful: list[bool] = dataclasses.field(default_factory=list)  # of `seen`
   rates: list[float] = dataclasses.field(default_factory=list)  # of `seen`: passed
   settled: list[ledger.Entry] = dataclasses.field(default_factory=list)
+  lesson: Lesson | None = None  # once it is full
 
 
 class Scheduler:
@@ -274,18 +276,33 @@ class Scheduler:
   def _locate(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
     return self._source.locate([group.request.prompt for group in groups])
 
-  def take_batch(
-    self, step: int
-  ) -> tuple[Lesson, dict[str, float], list[dict[str, Any]]]:
-    """Closes the batch, and lets the controllers learn from the step.
+  def enough(self, groups: Sequence[Group]) -> bool:
+    """Whether these, the first of a round, fill the batch, whatever comes after."""
+    if not self._dynamic:  # all are trained on
+      return False
+    filling = self._batch.filling.copy()
+    located = self._locate(groups)
+    for (stream, _), group, good in zip(
+      located, groups, ledger.spread(groups), strict=True
+    ):
+      if good:
+        filling.offer(stream, group)
+    filling.settle(last=False)
+    return not any(filling.lacking().values())
+
+  def take_batch(self, step: int) -> Lesson:
+    """What to train on, perhaps nothing. More surplus may still be observed."""
+    self._begin(step)  # where carried groups have filled it there was no round
+    self._batch.lesson = self._lesson(self._batch, step)
+    return self._batch.lesson
+
+  def close(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Ends the step: the controllers learn from all that it generated.
 
     Returns:
-      What to train on (perhaps nothing), metrics of the step, and a line for each
-      group whose fate it settled.
+      Metrics of the step, and a line for each group whose fate it settled.
     """
-    self._begin(step)  # where carried groups have filled it there was no round
-    batch = self._batch
-    lesson = self._lesson(batch, step)
+    batch, lesson = self._batch, self._batch.lesson
     for group, keep in zip(lesson.groups, lesson.keep, strict=True):
       used = ~group.truncated if self._overlong_filter else np.ones(group.size, bool)
       batch.settled.append(ledger.taken(group, keep, used))
@@ -302,7 +319,7 @@ class Scheduler:
     self._learn(batch, lesson, step)
     metrics = self._metrics(batch, lesson)
     self._batch = None
-    return lesson, metrics, [ledger.line(entry) for entry in batch.settled]
+    return metrics, [ledger.line(entry) for entry in batch.settled]
 
   def _lesson(self, batch: _Open, step: int) -> Lesson:
     groups = batch.filling.accepted
@@ -433,7 +450,7 @@ class Scheduler:
   def freeze(self) -> Callable[[], dict[str, Any]]:
     """The state as of now, to be written out later, if at all, before the next call.
 
-    Only between `take_batch` and the next `sent`: no batch may be open. Groups never
+    Only between `close` and the next `sent`: no batch may be open. Groups never
     change, so that holding them is enough: tokens are turned into JSON for a save only.
     """
     state = {

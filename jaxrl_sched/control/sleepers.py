@@ -38,7 +38,7 @@ class Sleepers:
     self.size = size
     self._rows = np.zeros(size, ROW)
     self._rows['last'] = self._rows['applied'] = -1
-    self._journal = Journal({name: self._rows[name] for name in ROW.names})
+    self._journal = Journal({'rows': self._rows})
     # Who may be drawn in the pass that was last asked about: a byte a prompt, since
     # rows, far apart in memory, are slow to look at.
     self._open, self._open_in = np.zeros(size, bool), -1
@@ -77,7 +77,7 @@ class Sleepers:
       self._open &= self._rows['state'] == SNOOZED
       self._open |= self._rows['state'] == ACTIVE
       self._open_in = number
-    return self._open[indices]
+    return self._open.take(indices)
 
   def sleep_past(self, indices: np.ndarray, number: int) -> np.ndarray:
     """Whether they sleep and are not due in a pass, [n] -> [n] bool."""
@@ -135,7 +135,7 @@ class Sleepers:
 
   def replace(self, indices: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
     """Sets rows, none twice, that `get` has given as `before`."""
-    self._journal.note(indices, [before[name] for name in ROW.names])
+    self._journal.note(indices, [before])
     self._rows[indices] = after
     state, wake = after['state'], after['wake']
     slept, sleeps = before['state'] == SNOOZED, state == SNOOZED
@@ -153,6 +153,8 @@ class Sleepers:
 
   def _count(self, wakes: np.ndarray, sign: int) -> None:
     """Counts sleepers with these wake passes in or out."""
+    if not len(wakes):
+      return
     for wake, count in zip(*np.unique(wakes, return_counts=True), strict=True):
       wake = int(wake)
       self._asleep[wake] = self._asleep.get(wake, 0) + sign * int(count)
@@ -167,7 +169,7 @@ class Sleepers:
     """
     rows = self._rows
     before = rows[indices]
-    self._journal.note(indices, [before[name] for name in ROW.names])
+    self._journal.note(indices, [before])
     once, first = np.unique(indices, return_index=True)
     is_open = before['last'] > before['applied']
     repeats = len(indices) - len(once) + int(np.count_nonzero(is_open[first]))
@@ -184,10 +186,11 @@ class Sleepers:
 
   def freeze(self) -> Callable[[], dict[str, np.ndarray]]:
     """The columns as of now, to be copied later, see `Journal.freeze`."""
-    return self._journal.freeze()
+    as_frozen = self._journal.freeze()
+    return lambda: _columns(as_frozen()['rows'])
 
   def columns(self) -> dict[str, np.ndarray]:
-    return self._journal.copies()
+    return _columns(self._rows)
 
   def load(self, columns: Mapping[str, np.ndarray]) -> None:
     """Takes columns that `check_columns` has passed."""
@@ -195,6 +198,10 @@ class Sleepers:
     for name in ROW.names:
       self._rows[name] = columns[name]
     self._recount()
+
+
+def _columns(rows: np.ndarray) -> dict[str, np.ndarray]:
+  return {name: rows[name].copy() for name in ROW.names}
 
 
 def check_columns(name: str, columns: Mapping[str, Any], size: int) -> None:

@@ -253,21 +253,21 @@ class Snooze:
     if draws.max(initial=-1) >= FOREVER:
       raise ValueError(f'draw {draws.max()}, expected less than {FOREVER}')
     kinds = self._kinds(verdicts, sizes, max_rewards, min_rewards)
+    results = indices, kinds, sizes, draws, drawn
     for now in visits(indices):  # a prompt's results one after another
-      self._apply(
-        of, indices[now], kinds[now], sizes[now], draws[now], drawn[now], even_late
-      )
+      self._apply(of, *(column[now] for column in results), even_late)
     of.forget_ahead()
 
   def _kinds(self, verdicts, sizes, max_rewards, min_rewards) -> np.ndarray:
     """Of each group; for one that says nothing any."""
-    kinds = np.zeros(len(sizes), np.int8)
-    telling = np.flatnonzero(sizes >= 2)
     if min_rewards is None:
       min_rewards = [0.0] * len(sizes)
-    kinds[telling] = verdict_classes(
-      *([of[i] for i in telling] for of in (verdicts, max_rewards, min_rewards))
-    )
+    columns, telling = (verdicts, max_rewards, min_rewards), sizes >= 2
+    if telling.all():
+      kinds = verdict_classes(*columns)
+    else:
+      kinds, those = np.zeros(len(sizes), np.int8), np.flatnonzero(telling)
+      kinds[those] = verdict_classes(*([of[i] for i in those] for of in columns))
     # Without a maximum no prompt sleeps, be it as hard as can be.
     kinds[[best is None for best in max_rewards]] = USEFUL
     return kinds
@@ -275,8 +275,8 @@ class Snooze:
   def _apply(self, of, indices, kinds, sizes, draws, drawn, even_late) -> None:
     """One result each of different prompts."""
     before = of.rows.get(indices)
-    if not even_late:
-      fresh = draws > before['applied']
+    fresh = draws > before['applied']
+    if not even_late and not fresh.all():
       before, indices, kinds = before[fresh], indices[fresh], kinds[fresh]
       sizes, draws, drawn = sizes[fresh], draws[fresh], drawn[fresh]
     after = before.copy()

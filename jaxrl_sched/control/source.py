@@ -111,16 +111,15 @@ class Source:
     self, stream: str, places: Sequence[int], groups: Sequence[Group]
   ) -> None:
     """Takes in results, in draw order."""
-    for place, group in zip(places, groups, strict=True):
-      request = group.request
-      self._snooze.observe(
-        stream,
-        place,
-        group.verdicts,
-        request.prompt.max_reward,
-        draw=request.draw,
-        drawn_pass=request.dataset_pass,
-      )
+    requests = [group.request for group in groups]
+    self._snooze.observe_many(
+      stream,
+      places,
+      [group.verdicts for group in groups],
+      [request.prompt.max_reward for request in requests],
+      draws=[request.draw for request in requests],
+      drawn_passes=[request.dataset_pass for request in requests],
+    )
 
   def asleep(self, stream: str, places: Sequence[int]) -> np.ndarray:  # [n] bool
     return self._snooze.asleep(stream, places)

@@ -81,6 +81,9 @@ class DeviceEngine:
     self._teacher = teacher
     self._stopping = stopping
     self._submitted: list[Request] = []
+    # Sampled, and not yet given away as groups; their grades, as far as they are known.
+    self._sampled: list[tuple[Request, tuple[Completion, ...]]] = []
+    self._grades: dict[tuple[int, int], Grade] = {}
     self._compiled = CompileCounter()
     self._times = dict.fromkeys(('generate_s', 'reward_s'), 0.0)
     self._idle: list[float] = []
@@ -124,25 +127,34 @@ class DeviceEngine:
     self._check()
     self._submitted.extend(requests)
 
-  def collect(self) -> list[Group]:
+  def collect(
+    self, enough: Callable[[Sequence[Group]], bool] = lambda groups: False
+  ) -> list[Group]:
     requests, self._submitted = self._submitted, []
     source = self._sampler if self._teacher is None else self._teacher
-    groups = self._answer('sampling', source, requests)
+    self._sample('sampling', source, requests)
     self._idle.append(source.idle_share)
+    groups = self._grade(while_waiting=self._check, enough=enough)
+    return [self._shape(group) for group in groups]
+
+  def collect_rest(self) -> list[Group]:
+    # Nothing may stop this half-way: an update has been made already.
+    groups = self._grade(while_waiting=lambda: None, enough=lambda groups: False)
     return [self._shape(group) for group in groups]
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     self._check()
     kept = dict(self._times)
-    groups = self._answer('evaluating', self._sampler, requests)
+    self._sample('evaluating', self._sampler, requests)
+    groups = self._grade(while_waiting=self._check, enough=lambda groups: False)
     self._times = kept  # not the time of a step
     return groups
 
   def text_of(self, completion: Completion, stop_ids: Sequence[int]) -> str:
     return answer_text(self._tokenizer, completion.tokens, stop_ids)
 
-  def _answer(self, doing: str, source, requests: Sequence[Request]) -> list[Group]:
-    """Samples, and grades each answer while others are still being sampled."""
+  def _sample(self, doing: str, source, requests: Sequence[Request]) -> None:
+    """Samples, and hands each answer to the graders while others are sampled."""
     ended, total = 0, sum(request.size for request in requests)
 
     def grade(request: Request, completion: Completion) -> None:
@@ -156,23 +168,45 @@ class DeviceEngine:
       self.progress(f'{doing} {ended}/{total} answers')
 
     began = time.perf_counter()
-    completions = source.generate(requests, on_finish=grade, on_chunk=look)
-    sampled = time.perf_counter()
-    grades = self._grader.collect(while_waiting=self._check)
-    self._times['generate_s'] += sampled - began
-    self._times['reward_s'] += time.perf_counter() - sampled
-
-    self._check_grading(list(grades.values()))
-    groups, rest = [], iter(completions)
+    self._sampled, self._grades = [], {}
+    rest = iter(source.generate(requests, on_finish=grade, on_chunk=look))
     for request in requests:
-      answers = tuple(next(rest) for _ in range(request.size))
-      found = [grades[request.draw, k] for k in range(request.size)]
-      self._warn(request, found)
+      self._sampled.append((request, tuple(next(rest) for _ in range(request.size))))
+    self._times['generate_s'] += time.perf_counter() - began
+
+  def _grade(
+    self,
+    *,
+    while_waiting: Callable[[], None],
+    enough: Callable[[Sequence[Group]], bool],
+  ) -> list[Group]:
+    """Groups of what has been sampled, in draw order; with `enough` the first ones."""
+    began = time.perf_counter()
+    self._grades |= self._grader.collect(
+      while_waiting=while_waiting,
+      enough=lambda grades: enough(self._graded(self._grades | grades)),
+    )
+    self._times['reward_s'] += time.perf_counter() - began
+    groups = self._graded(self._grades)
+    self._sampled = self._sampled[len(groups) :]
+    for group in groups:
+      grades = [self._grades.pop((group.request.draw, k)) for k in range(group.size)]
+      self._check_grading(grades)
+      self._warn(group.request, grades)
+    return groups
+
+  def _graded(self, grades: dict[tuple[int, int], Grade]) -> list[Group]:
+    """The first of what has been sampled, as far as there are grades for all."""
+    groups = []
+    for request, completions in self._sampled:
+      found = [grades.get((request.draw, k)) for k in range(request.size)]
+      if None in found:
+        break
       verdicts = np.array([g.score for g in found], np.float32)
       groups.append(
         Group(
           request=request,
-          completions=answers,
+          completions=completions,
           verdicts=verdicts,
           rewards=verdicts,
           faults=tuple(g.fault for g in found),

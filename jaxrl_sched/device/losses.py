@@ -30,7 +30,7 @@ def policy_loss(
   dual_clip: float | None = None,
   tis_cap: float | None = None,
   logp_sampled: jax.Array | None = None,  # [B, T] as the sampler reported them
-  segments: jax.Array | None = None,  # [B, T] int, of `Batch`
+  segments: jax.Array | None = None,  # [B, T] int, tells answers of a row apart
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """The loss of a packed batch: minus the sum of weight x gain.
 

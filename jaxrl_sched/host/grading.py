@@ -137,12 +137,16 @@ class GradingPool:
     self._wake()
 
   def collect(
-    self, *, while_waiting: Callable[[], None] = lambda: None
+    self,
+    *,
+    while_waiting: Callable[[], None] = lambda: None,
+    enough: Callable[[dict[Hashable, Grade]], bool] = lambda grades: False,
   ) -> dict[Hashable, Grade]:
     """Waits for all that was submitted; grades in the order of submission.
 
     Args:
       while_waiting: called several times a second; it may raise to give up.
+      enough: whether these grades will do. The others are left to the next call.
     """
 
     def done() -> bool:
@@ -151,11 +155,17 @@ class GradingPool:
     with self._changed:
       while not self._changed.wait_for(done, timeout=0.25):
         while_waiting()
-      if len(self._grades) < len(self._keys):
-        self._raise_if_ended()
-      grades = {key: self._grades[key] for key in self._keys}
-      self._keys, self._grades = {}, {}
+        if enough(self._there()):
+          break
+      else:
+        if len(self._grades) < len(self._keys):
+          self._raise_if_ended()
+      grades, self._grades = self._there(), {}
+      self._keys = dict.fromkeys(key for key in self._keys if key not in grades)
     return grades
+
+  def _there(self) -> dict[Hashable, Grade]:
+    return {key: self._grades[key] for key in self._keys if key in self._grades}
 
   def close(self) -> None:
     """Ends every worker, also in the middle of an answer. May be called twice."""

@@ -296,12 +296,14 @@ class PromptPruner:
     for name, count in datasets.items():
       if count < 1:
         raise ValueError(f'dataset {name!r}: {count} prompts, expected at least 1')
-    self._rate, self._regime, self._draw, self._seed = rate, regime, draw, seed
+    self._rate, self._regime, self._seed = rate, regime, seed
+    self._rule = 'coins' if regime == 'fill' else draw
     self._blend, self._unit, self._dynamic = blend, unit, dynamic_sampling
     self._ends = last_step(final, steps)
 
     self._pools = {
-      name: Scores(count, ranked=regime == 'fill') for name, count in datasets.items()
+      name: Scores(count, ranked=regime == 'fill', by_use=dynamic_sampling)
+      for name, count in datasets.items()
     }
 
   # --- plan: nothing changes ---
@@ -325,18 +327,27 @@ class PromptPruner:
     Returns:
       keep [C] bool, and weight [C] float64, 0 for those skipped.
     """
+    low = self._low(dataset, candidates, step)
+    keep = _drop(low, self._rate, self._rule, self._rng(dataset, step, part))
+    return keep, self._weights(dataset, low, keep, step)
+
+  def _low(self, dataset: str, candidates: Sequence[int], step: int) -> np.ndarray:
+    """[C] bool; none is low where nothing is pruned any more."""
     pool, candidates = self._pool(dataset), self._places(dataset, candidates)
-    low = np.zeros(candidates.shape, bool)
-    if step < self._ends:
-      low = pool.low(candidates)
+    return pool.low(candidates) & (step < self._ends)
+
+  def _rng(self, dataset: str, step: int, part: int) -> np.random.Generator:
+    self._pool(dataset)  # refuses one that there is not
     place = list(self._pools).index(dataset)
-    rng = np.random.default_rng((self._seed, PROMPTS, place, step, part))
-    rule = 'coins' if self._regime == 'fill' else self._draw
-    keep = _drop(low, self._rate, rule, rng)
-    weight = 1 / _chance(low, self._rate, rule)
+    return np.random.default_rng((self._seed, PROMPTS, place, step, part))
+
+  def _weights(
+    self, dataset: str, low: np.ndarray, keep: np.ndarray, step: int
+  ) -> np.ndarray:
+    weight = 1 / _chance(low, self._rate, self._rule)
     if self._regime == 'fill':
       weight *= self.mean_chance(dataset, step)
-    return keep, np.where(keep, weight, 0.0)
+    return np.where(keep, weight, 0.0)
 
   def fill(
     self,
@@ -357,16 +368,27 @@ class PromptPruner:
     """
     if self._regime != 'fill':
       raise ValueError(f"regime: {self._regime!r} draws no more, expected 'fill'")
+    rng, low, keep = (
+      self._rng(dataset, step, part),
+      np.zeros(0, bool),
+      np.zeros(0, bool),
+    )
     count = n
     while True:
       candidates = np.asarray(peek(count), np.int64)
       if candidates.size != count:
         raise ValueError(f'peek: {candidates.size} candidates, expected {count}')
-      keep, weight = self.select(dataset, candidates, step, part=part)
-      if np.count_nonzero(keep) >= n:
+      # Coins come one after another, so that those of the first are tossed already.
+      more = self._low(dataset, candidates[low.size :], step)
+      low = np.concatenate([low, more])
+      keep = np.concatenate([keep, _drop(more, self._rate, self._rule, rng)])
+      kept = np.count_nonzero(keep)
+      if kept >= n:
         end = int(np.searchsorted(np.cumsum(keep), n)) + 1 if n > 0 else 0
-        return candidates[:end], keep[:end], weight[:end]
-      count *= 2
+        low, keep = low[:end], keep[:end]
+        return candidates[:end], keep, self._weights(dataset, low, keep, step)
+      # Some more than those missing should take, but not many: to look ahead costs.
+      count += math.ceil(1.2 * (n - kept) * count / max(1, kept)) + 4
 
   def mean_chance(self, dataset: str, step: int) -> float:
     """C of `fill`: the mean pi of the dataset's awake prompts.
@@ -375,7 +397,7 @@ class PromptPruner:
     """
     if step >= self._ends:
       return 1.0
-    return 1 - self._rate * self._pool(dataset).low_share(useful=self._dynamic)
+    return 1 - self._rate * self._pool(dataset).low_share()
 
   # --- results ---
 
@@ -426,10 +448,10 @@ class PromptPruner:
 
   def sleep(self, dataset: str, indices: Sequence[int]) -> None:
     """These leave the pool: they are not drawn for a while."""
-    self._pool(dataset).move(np.unique(self._places(dataset, indices)), asleep=True)
+    self._pool(dataset).move(self._places(dataset, indices), asleep=True)
 
   def wake(self, dataset: str, indices: Sequence[int]) -> None:
-    self._pool(dataset).move(np.unique(self._places(dataset, indices)), asleep=False)
+    self._pool(dataset).move(self._places(dataset, indices), asleep=False)
 
   def metrics(self) -> dict[str, float]:
     found = {}

@@ -21,16 +21,20 @@ class Scores:
   All are whole numbers, so that totals are exact however long they are kept, and
   those of a loaded state are those of the saved one. Rounding a score is no bias: a
   score may be anything that hangs on the past alone.
+
+  Args:
+    ranked: `low_share` is wanted.
+    by_use: it counts each prompt with its chance to be useful.
   """
 
-  def __init__(self, count: int, *, ranked: bool):
+  def __init__(self, count: int, *, ranked: bool, by_use: bool = False):
     self.score = np.full(count, UNSEEN, np.int32)  # in ticks
     self.useful = np.zeros(count, np.uint16)  # chance to be useful, of USEFUL
     self.asleep = np.zeros(count, bool)
     self._journal = Journal(
       {'score': self.score, 'useful': self.useful, 'asleep': self.asleep}
     )
-    self._is_ranked = ranked
+    self._is_ranked, self._by_use = ranked, by_use
     self._recount()
 
   def _recount(self) -> None:
@@ -47,7 +51,8 @@ class Scores:
     self.total += sign * int(ticks.sum(dtype=np.int64))
     self.useful_total += sign * int(useful.sum(dtype=np.int64))
     if self._ranks is not None:
-      self._ranks.add(ticks, useful.astype(np.int64), sign)
+      amounts = useful.astype(np.int64) if self._by_use else np.ones_like(live)
+      self._ranks.add(ticks, sign * amounts)
 
   def observe(
     self, indices: np.ndarray, scores: np.ndarray, useful: np.ndarray, blend: float
@@ -69,6 +74,9 @@ class Scores:
 
   def move(self, indices: np.ndarray, *, asleep: bool) -> None:
     indices = indices[self.asleep[indices] != asleep]
+    if not indices.size:  # as a rule
+      return
+    indices = np.unique(indices)
     self._journal.note(indices)
     self._count(indices, -1)
     self.asleep[indices] = asleep
@@ -90,17 +98,15 @@ class Scores:
     score = self.score[indices]
     return (score != UNSEEN) & (score < self._bound())
 
-  def low_share(self, *, useful: bool) -> float:
-    """Of the awake prompts, by number or by usefulness.
+  def low_share(self) -> float:
+    """Of the awake prompts, by number or by use.
 
     An unseen prompt is taken to be as useful as a seen one on average.
     """
-    if self.seen == 0:
+    whole = self.useful_total if self._by_use else self.seen
+    if whole == 0:
       return 0.0
-    low, low_useful = self._ranks.below(self._bound())
-    if useful and self.useful_total:
-      return low_useful / self.useful_total * (self.seen / self.awake)
-    return low / self.awake
+    return self._ranks.below(self._bound()) / whole * (self.seen / self.awake)
 
   def freeze(self) -> Callable[[], dict[str, np.ndarray]]:
     """The state as of now, to be copied later, see `Journal.freeze`."""
@@ -137,28 +143,26 @@ class Scores:
 
 
 class _Ranks:
-  """How many prompts have a score below some bound, and how useful they are.
+  """How much there is of scores below some bound.
 
-  Counts for each tick and for each block of ticks, so that nothing is ever scanned.
+  Amounts for each tick and for each block of ticks, so that nothing is ever scanned.
   """
 
   TOP = 4 * TICKS  # scores above are all alike: they would cost memory
 
   def __init__(self):
-    self._ticks = np.zeros((2, TICKS + BLOCK), np.int64)  # number, usefulness
-    self._blocks = np.zeros((2, self._ticks.shape[1] // BLOCK), np.int64)
+    self._ticks = np.zeros(TICKS + BLOCK, np.int64)
+    self._blocks = np.zeros(self._ticks.size // BLOCK, np.int64)
 
-  def add(self, ticks: np.ndarray, useful: np.ndarray, sign: int) -> None:
-    if ticks.size and (need := ticks.max() // BLOCK + 1) > self._blocks.shape[1]:
-      more = max(need, 2 * self._blocks.shape[1]) - self._blocks.shape[1]
-      self._ticks = np.pad(self._ticks, ((0, 0), (0, more * BLOCK)))
-      self._blocks = np.pad(self._blocks, ((0, 0), (0, more)))
-    for row, amount in enumerate((sign, sign * useful)):
-      np.add.at(self._ticks[row], ticks, amount)
-      np.add.at(self._blocks[row], ticks // BLOCK, amount)
+  def add(self, ticks: np.ndarray, amounts: np.ndarray) -> None:
+    if ticks.size and (need := ticks.max() // BLOCK + 1) > self._blocks.size:
+      more = max(need, 2 * self._blocks.size) - self._blocks.size
+      self._ticks = np.pad(self._ticks, (0, more * BLOCK))
+      self._blocks = np.pad(self._blocks, (0, more))
+    np.add.at(self._ticks, ticks, amounts)
+    np.add.at(self._blocks, ticks // BLOCK, amounts)
 
-  def below(self, bound: int) -> tuple[int, int]:
-    block = min(bound // BLOCK, self._blocks.shape[1])
-    found = self._blocks[:, :block].sum(1)
-    found += self._ticks[:, block * BLOCK : bound].sum(1)
-    return int(found[0]), int(found[1])
+  def below(self, bound: int) -> int:
+    block = min(bound // BLOCK, self._blocks.size)
+    found = self._blocks[:block].sum() + self._ticks[block * BLOCK : bound].sum()
+    return int(found)

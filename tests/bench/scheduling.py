@@ -4,8 +4,8 @@
 
 Four datasets, groups of 8, everything on: snoozing, difficulty tiers, SAGC, length
 prediction, pruning of prompts and answers. Prints CPU milliseconds (median over steps)
-of `plan`, `sent`, `observe` and `take_batch`, of which `learn` is what controllers take
-in there (the rest is advantages, pruning of answers and the record); bytes a prompt; and
+of `plan`, `sent`, `observe`, `take_batch` (advantages, pruning of answers) and `close`, of
+which `learn` is the controllers' part (the rest is the record); bytes a prompt; and
 seconds to write, to hash and to read the state. Exits 1 where plan + sent + observe +
 learn, memory or a time of the state is over its limit.
 """
@@ -119,6 +119,7 @@ def run(scheduler: Scheduler, steps: int) -> dict[str, list[float]]:
       groups += len(found)
       timed('observe', step, lambda at=step, of=found: scheduler.observe(of, at))
     timed('take_batch', step, lambda at=step: scheduler.take_batch(at))
+    timed('close', step, lambda at=step: scheduler.close(at))
     took.setdefault('groups', []).append(groups)
   return took
 
@@ -135,7 +136,8 @@ def bench(prompts: int, groups: int, steps: int, *, by_prompt: bool) -> bool:
     'sizes by prompt' if by_prompt else 'one size a step',
     f'({median["groups"]:.0f} groups):',
     ', '.join(f'{k} {v:.1f} ms' for k, v in median.items() if k != 'groups'),
-    f'| plan + sent + observe + learn {step_ms:.1f} ms | {held / prompts:.1f} bytes a prompt',
+    f'| plan + sent + observe + learn {step_ms:.1f} ms |',
+    f'{held / prompts:.1f} bytes a prompt',
     flush=True,
   )
   times, began = {}, time.process_time()

@@ -67,6 +67,35 @@ def test_streams_and_places():
     t.places('a', [1, 4])
 
 
+@quick
+@given(st.integers(1, 300), st.integers(0, 2**32), st.booleans())
+def test_the_place_of_a_prompt_is_where_its_stream_has_it(size, key, drop_easy):
+  rng = np.random.default_rng(key)
+  rates = rng.choice([0.0, 0.5, 1.0, math.nan], size)
+  rates[0] = 0.5  # there is something to draw
+  t = tiers({'a': rates}, {'a': 1.0}, drop_easy=drop_easy)
+  there = [int(i) for _, indices in t.streams().values() for i in indices]
+  found = t.places('a', there)
+  assert [t.streams()[stream][1][place] for stream, place in found] == there
+  gone = sorted(set(range(size)) - set(there))
+  for index in [*gone[:3], -1, size]:
+    with pytest.raises(ValueError, match=f"prompt {index} of 'a' is in no stream"):
+      t.places('a', [0, index])
+
+
+def test_a_split_that_is_asked_again_has_rolled_on():
+  """Shares 2/3 and 1/3, a group a step: what was sent counts, what was asked does not."""
+  t = tiers({'a': [0.5, 1.0]}, {'a': 1.0})
+  firsts = []
+  for _ in range(6):
+    for _ in range(2):
+      quotas = t.quotas(0, {'a': 1})
+    firsts.append(quotas['a/easy'])
+    quotas['a/easy'] = 9  # the caller's own
+    t.sent(0, {'a': 1})
+  assert firsts == [0, 1, 0, 0, 1, 0]
+
+
 def test_weights_before_and_after_the_release():
   """v = 1 hard, 2 * 2 medium, 1 easy: 0, 4/5, 1/5 of a half, then 1/6, 4/6, 1/6."""
   t = tiers()

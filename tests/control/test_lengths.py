@@ -274,6 +274,29 @@ def test_a_resume_changes_nothing(before, after):
 
 
 @quick
+@given(steps(), st.integers(0, 5))
+def test_a_frozen_state_is_that_of_its_moment(history, at):
+  p = LengthPredictor({'a': 3, 'b': 3}, limit=1000)
+  frozen, then = p.freeze(), p.state_dict()
+  for place, (keys, lengths, prompt_lengths, rates) in enumerate(history):
+    if place == at:
+      frozen, then = p.freeze(), p.state_dict()
+    p.observe(keys, lengths, prompt_lengths=prompt_lengths, pass_rates=rates)
+    np.testing.assert_equal(frozen(), then)
+
+
+def test_a_frozen_state_that_is_past_is_refused():
+  p = two_prompts()
+  old, new = p.freeze(), p.freeze()
+  with pytest.raises(RuntimeError, match='is past'):
+    old()
+  np.testing.assert_equal(new(), p.state_dict())
+  p.load_state_dict(LengthPredictor({'d': 3}, limit=1600).state_dict())
+  with pytest.raises(RuntimeError, match='is past'):
+    new()
+
+
+@quick
 @given(steps())
 def test_datasets_do_not_know_each_other(history):
   """What 'a' learns with 'b' beside it, and without."""

@@ -682,6 +682,118 @@ def test_a_frozen_state_that_is_past_is_refused():
   assert repr(new()) == repr(source.state_dict())
 
 
+def test_a_load_ends_a_frozen_state():
+  source = snooze(3)
+  frozen = source.freeze()
+  source.load_state_dict(snooze(3).state_dict())
+  with pytest.raises(RuntimeError, match='is past'):
+    frozen()
+
+
+def wander(source: Snooze, rng: np.random.Generator, draw: int) -> int:
+  """A bundle of any size, and results of most of it. The next draw number."""
+  picks = source.peek('a', int(rng.integers(0, 9)))
+  source.take('a', picks)
+  for i, (index, number) in enumerate(picks):
+    if rng.random() < 0.8:
+      verdicts = [EASY, EASY, USEFUL, HARD, [1.0]][rng.integers(5)]
+      source.observe('a', index, verdicts, 1.0, draw=draw + i, drawn_pass=number)
+  return draw + len(picks)
+
+
+@quick
+@given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from([0, 1, 3, math.inf]))
+def test_what_a_pool_needs_to_know(key, size, factor):
+  """Who may not be drawn in this pass, and who sleeps but may: by the definition."""
+  rng, source, draw = np.random.default_rng(key), snooze(size, factor=factor), 0
+  for _ in range(12):
+    draw = wander(source, rng, draw)
+    state = source.state_dict()
+    columns, number = state['prompts']['a'], state['place']['a'][0]
+    sleeps = columns['state'] == 1
+    assert source.number('a') == number
+    asleep = source.asleep('a', range(size))
+    np.testing.assert_array_equal(asleep, sleeps & (columns['wake'] > number))
+    np.testing.assert_array_equal(source.due('a'), np.flatnonzero(sleeps & ~asleep))
+    assert source.metrics().get('snooze/asleep/a', 0) == asleep.mean()
+    assert repr(source.state_dict()) == repr(state)
+  assert source.asleep('a', []).shape == (0,)
+  for index in (-1, size):
+    with pytest.raises(ValueError, match=f'prompt {index}, expected 0 to {size - 1}'):
+      source.asleep('a', [0, index])
+  for question in (source.number, source.due, lambda name: source.asleep(name, [0])):
+    with pytest.raises(ValueError, match="dataset 'b', expected one of"):
+      question('b')
+
+
+@quick
+@given(
+  st.integers(0, 2**32),
+  st.integers(1, 9),
+  st.sampled_from([0, 1, 3, math.inf]),
+  st.lists(st.integers(0, 30), min_size=1, max_size=4),
+)
+def test_looking_further_ahead_changes_nothing(key, size, factor, counts):
+  """Peeks of any lengths, in any order, begin alike; so do takes after them."""
+  rng, source, draw = np.random.default_rng(key), snooze(size, factor=factor), 0
+  for _ in range(8):
+    draw = wander(source, rng, draw)
+    plain = copy.deepcopy(source)
+    picks = plain.peek('a', counts[-1])
+    longest = copy.deepcopy(source).peek('a', max(counts))
+    for n in counts:
+      assert source.peek('a', n) == longest[:n]
+    for one in (source, plain):
+      one.take('a', picks)
+    draw += len(picks)
+    assert repr(source.state_dict()) == repr(plain.state_dict())
+
+
+@quick
+@given(st.integers(0, 2**32), st.integers(1, 9), st.booleans())
+def test_many_results_are_one_after_another(key, size, narrow):
+  """Some of the same prompt, some late, some of too few answers."""
+  rng = np.random.default_rng(key)
+  many, one = (snooze(size, factor=2, growth=2.0, hard_delay=1) for _ in range(2))
+  for _ in range(6):
+    n = int(rng.integers(0, 12))
+    indices, draws = rng.integers(size, size=n), np.sort(rng.integers(60, size=n))
+    kinds = [EASY, EASY[:4], HARD, USEFUL, [0.7] * 8, [1.0], []]
+    verdicts = [kinds[rng.integers(len(kinds))] for _ in range(n)]
+    if narrow:
+      verdicts = [np.array(v, np.float32) for v in verdicts]
+    best = [[1.0, 0.7, None][rng.integers(3)] for _ in range(n)]
+    passes = rng.integers(4, size=n)
+    many.observe_many('a', indices, verdicts, best, draws=draws, drawn_passes=passes)
+    for at in range(n):
+      how = dict(draw=int(draws[at]), drawn_pass=int(passes[at]))
+      one.observe('a', int(indices[at]), verdicts[at], best[at], **how)
+    assert repr(many.state_dict()) == repr(one.state_dict())
+    assert many.metrics() == one.metrics()
+
+
+def test_many_results_are_refused_together():
+  source = snooze(3)
+  before = repr(source.state_dict())
+
+  def observe(indices=(0, 1), seen=(EASY, EASY), draws=(4, 5)):
+    source.observe_many(
+      'a', indices, seen, [1.0, 1.0], draws=draws, drawn_passes=[0, 0]
+    )
+
+  for change, message in [
+    (dict(indices=(0, 3)), 'prompt 3, expected 0 to 2'),
+    (dict(seen=(EASY, [1.0, math.nan])), 'expected finite numbers'),
+    (dict(draws=(4, 2**31 - 1)), 'draw 2147483647'),
+    (dict(draws=(4,)), 'different number'),
+  ]:
+    with pytest.raises(ValueError, match=message):
+      observe(**change)
+    assert repr(source.state_dict()) == before
+  observe()
+  assert repr(source.state_dict()) != before
+
+
 def test_metrics_speak_of_sleep_only_where_there_can_be_any():
   assert snooze(3, factor=0).metrics() == {'epoch/a': 0.0}
   assert set(snooze(3).metrics()) == {

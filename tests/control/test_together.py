@@ -125,7 +125,23 @@ def step_of(scheduler, step):
     scheduler.sent(plan)
     rounds.append(plan)
     scheduler.observe([answered(r, step) for r in plan.requests], step)
-  return rounds, *scheduler.take_batch(step)
+  return rounds, scheduler.take_batch(step), *scheduler.close(step)
+
+
+def early_step_of(scheduler, step):
+  """As `step_of`, but what comes after enough is heard of when it has been learned."""
+  rest = []
+  while plan := scheduler.plan(step):
+    assert not rest
+    scheduler.sent(plan)
+    groups = [answered(r, step) for r in plan.requests]
+    ends = (n for n in range(len(groups)) if scheduler.enough(groups[:n]))
+    first = next(ends, len(groups))
+    scheduler.observe(groups[:first], step)
+    rest = groups[first:]
+  lesson = scheduler.take_batch(step)
+  scheduler.observe(rest, step)
+  return lesson, *scheduler.close(step), len(rest)
 
 
 METHODS = st.builds(
@@ -186,6 +202,27 @@ def test_sums_hold_and_a_resume_changes_nothing(methods, cut):
   pending = [line['draw'] for line in whole.pending()]
   assert sorted(asked) == list(range(len(asked)))
   assert counted + collections.Counter(pending) == collections.Counter(asked)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(METHODS | STATIC)
+def test_surplus_that_is_heard_of_late_changes_nothing(methods):
+  """E6: an update need not wait for grades of what will not be in it."""
+  whole, early, late = methods.scheduler(), methods.scheduler(), 0
+  for step in range(STEPS):
+    _, lesson, metrics, lines = step_of(whole, step)
+    again, metrics2, lines2, rest = early_step_of(early, step)
+    draws = [group.request.draw for group in lesson.groups]
+    assert draws == [group.request.draw for group in again.groups]
+    assert metrics == metrics2 and lines == lines2
+    late += rest
+  assert written(whole.state_dict()) == written(early.state_dict())
+  assert methods.dynamic or late == 0
+
+
+def test_there_is_surplus_to_be_heard_of_late():
+  scheduler = Methods(max_rounds=2).scheduler()
+  assert sum(early_step_of(scheduler, step)[3] for step in range(STEPS)) > 3
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
@@ -333,7 +370,7 @@ def test_weights_hold_after_filtering_with_quotas_only(quotas):
         useful = np.random.default_rng(request.draw).random() < rate
         groups.append(graded(request, [0.0] * 7 + [float(useful)], version=step))
       scheduler.observe(groups, step)
-    lesson, metrics, _ = scheduler.take_batch(step)
+    lesson, (metrics, _) = scheduler.take_batch(step), scheduler.close(step)
     if len(lesson.groups) == 32:
       shares.append(metrics['share/hard'])
   assert len(shares) > 30
@@ -362,7 +399,7 @@ def test_borrowing_is_counted():
     solved = {'a': [1, 0], 'b': [1, 1]}
     groups = [graded(r, solved[r.prompt.dataset]) for r in plan.requests]
     scheduler.observe(groups, 0)
-    lesson, metrics, _ = scheduler.take_batch(0)
+    lesson, (metrics, _) = scheduler.take_batch(0), scheduler.close(0)
     return [g.request.prompt.dataset for g in lesson.groups], metrics
 
   alone, metrics = run(False)
@@ -382,7 +419,7 @@ def test_an_aborted_answer_is_left_out_of_its_group():
     group = graded(dataclasses.replace(request, size=8), rewards)
     groups.append(group)
   scheduler.observe(groups, 0)
-  lesson, _, lines = scheduler.take_batch(0)
+  lesson, (_, lines) = scheduler.take_batch(0), scheduler.close(0)
   for advantages, keep in zip(lesson.advantages, lesson.keep, strict=True):
     np.testing.assert_allclose(
       advantages, [0.8660254 if r else -1.1547005 for r in rewards], atol=1e-5
@@ -410,6 +447,7 @@ def test_epochs_end_while_a_batch_is_open():
     seen.update((r.prompt.index, r.dataset_pass) for r in plan.requests)
     scheduler.observe([graded(r, [1, 1]) for r in plan.requests], step)
     scheduler.take_batch(step)
+    scheduler.close(step)
   assert seen == collections.Counter(itertools.product(range(6), range(2)))
 
 
@@ -433,7 +471,8 @@ def test_the_share_of_snoozed_prompts_is_not_generated():
     ]
     drawn += [r.dataset_pass for r in plan.requests]
     scheduler.observe(groups, step)
-    _, metrics, _ = scheduler.take_batch(step)
+    scheduler.take_batch(step)
+    metrics, _ = scheduler.close(step)
     solved = np.mean([r.prompt.index < 60 for r in plan.requests])
     assert metrics['pass_rate'] == pytest.approx(solved + (1 - solved) / 2)
   passes = max(drawn) // 6 * 6  # whole rounds of six passes

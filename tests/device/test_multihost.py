@@ -101,6 +101,7 @@ for step in range(6):
     groups = [test_together.answered(r, step) for r in plan.requests]
     scheduler.observe(groups[::-1] if me and step == 5 else groups, step)
   scheduler.take_batch(step)
+  scheduler.close(step)
   seen['states'].append(failing(alike))
 seen['steps drawn'] = scheduler.state_dict()['draw']
 

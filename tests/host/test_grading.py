@@ -155,6 +155,25 @@ def test_one_that_hangs_scores_0_and_delays_nobody(hang):
     assert grade(pool, ['fine'])['fine'].fault is None
 
 
+def test_what_will_not_be_used_is_not_waited_for():
+  """E6: two answers more than needed, whose grading takes an hour: there is enough at
+  once, the rest comes at its deadline, and no worker is left at the end."""
+  with GradingPool(workers=3, deadline_s=3.0, warm=[BEHAVE.reward]) as pool:
+    grade(pool, ['started'])
+    pids = pool.pids
+    began = time.monotonic()
+    for key, text in enumerate(['fine', 'fine', 'sleep', 'sleep']):
+      pool.submit(key, text, BEHAVE)
+    first = pool.collect(enough=lambda grades: {0, 1} <= grades.keys())
+    assert time.monotonic() - began < 2
+    assert list(first) == [0, 1] and first[0].fault is first[1].fault is None
+    rest = pool.collect()
+    assert [rest[key].fault for key in (2, 3)] == ['timeout', 'timeout']
+    assert list(grade(pool, ['fine'])) == ['fine']
+    pids += pool.pids
+  wait_until_dead(pids)
+
+
 def test_the_deadline_counts_from_the_start_of_the_answer_not_of_the_queue():
   with GradingPool(workers=1, deadline_s=1.5) as pool:
     for k in range(6):  # 2.4 s in all, each 0.4 s

@@ -305,6 +305,48 @@ def test_totals_are_those_of_a_plain_table(events, blend, dynamic):
     np.testing.assert_allclose(weights_of(pruner, prompts=8), expected, atol=2e-4)
 
 
+@quickly
+@given(events, st.sampled_from(pruning.REGIMES), st.integers(0, 12))
+def test_a_frozen_state_is_that_of_its_moment(events, regime, at):
+  pruner = PromptPruner({'d': 8, 'e': 2}, rate=0.5, regime=regime, blend=0.5)
+  pruner.observe_many('d', [0, 3], [group_of(0.5), group_of(0.25)])
+  frozen, then = pruner.freeze(), pruner.state_dict()
+  for place, (what, indices, level) in enumerate(events):
+    if place == at:
+      frozen, then = pruner.freeze(), pruner.state_dict()
+    if what == 'observe':
+      pruner.observe_many('d', indices, [group_of(level / 4)] * len(indices))
+    elif what in ('sleep', 'wake'):
+      {'sleep': pruner.sleep, 'wake': pruner.wake}[what]('d', indices)
+    else:
+      pruner.state_dict()
+    np.testing.assert_equal(frozen(), then)
+
+
+def test_a_frozen_state_that_is_past_is_refused():
+  pruner = pruner_of([0.3, 0.5, 0.7])
+  old, new = pruner.freeze(), pruner.freeze()
+  with pytest.raises(RuntimeError, match='is past'):
+    old()
+  np.testing.assert_equal(new(), pruner.state_dict())
+  pruner.load_state_dict(pruner_of([0.1, 0.2, 0.9]).state_dict())
+  with pytest.raises(RuntimeError, match='is past'):
+    new()
+
+
+@quickly
+@given(st.integers(0, 2**32), st.integers(0, 30), st.sampled_from([0.3, 0.9]))
+def test_fill_looks_no_further_than_it_must(seed, n, rate):
+  """What it gives is what `select` says of a long queue, up to the n-th that stays."""
+  pruner = pruner_of(SCORES, regime='fill', rate=rate)
+  queue = np.random.default_rng(seed).integers(10, size=5000)
+  keep, weight = pruner.select('d', queue, 1)
+  end = (np.flatnonzero(keep)[:n].max(initial=-1)) + 1
+  found = pruner.fill('d', lambda m: queue[:m], n, 1)
+  for mine, expected in zip(found, (queue, keep, weight), strict=True):
+    np.testing.assert_array_equal(mine, expected[:end])
+
+
 @pytest.mark.parametrize(
   'change, message',
   [
@@ -328,6 +370,8 @@ def test_strange_prompts_and_groups_are_refused():
   pruner = pruner_of([0.1, 0.2])
   with pytest.raises(ValueError, match="dataset: 'e', expected one of d"):
     pruner.select('e', [0], 0)
+  with pytest.raises(ValueError, match="dataset: 'e', expected one of d"):
+    pruner_of([0.1], regime='fill').fill('e', lambda n: [0] * n, 1, 0)
   for index in (-1, 2):
     with pytest.raises(ValueError, match=f"'d': {index} to {index}, expected 0 to 1"):
       pruner.select('d', [index], 0)
