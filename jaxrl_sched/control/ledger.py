@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.control.snooze import verdict_class
+from jaxrl_sched.control.snooze_rules import KINDS, verdict_classes
 from jaxrl_sched.types import SAME, Completion, Group, Prompt, Request, Sampling
 
 FATES = ('trained', 'pruned', 'filtered', 'dropped')  # and until one of them, pending
@@ -33,10 +33,18 @@ class Entry:
   used: np.ndarray | None = None  # [G] bool, not left out for being truncated
 
 
-def filtered(group: Group) -> Entry:
-  """A group without spread teaches nothing, for one of three reasons."""
-  kind = verdict_class(group.verdicts, group.request.prompt.max_reward)
-  return Entry(group, 'filtered', kind)
+def kinds(groups: Sequence[Group]) -> list[str]:
+  """'useful' where verdicts differ within a group, else one of FILTERED."""
+  found = ['constant'] * len(groups)  # no answer says nothing
+  some = [i for i, group in enumerate(groups) if group.size]
+  classes = verdict_classes(
+    [groups[i].verdicts for i in some],
+    [groups[i].request.prompt.max_reward for i in some],
+    [0.0] * len(some),
+  )
+  for i, place in zip(some, classes.tolist(), strict=True):
+    found[i] = KINDS[place]
+  return found
 
 
 def taken(group: Group, keep: np.ndarray, used: np.ndarray) -> Entry:
@@ -45,17 +53,6 @@ def taken(group: Group, keep: np.ndarray, used: np.ndarray) -> Entry:
     return Entry(group, 'trained', '', keep, used)
   reason = ('dropped', 'overlong') if not used.any() else ('pruned', '')
   return Entry(group, *reason, keep, used)
-
-
-def spread(groups: Sequence[Group]) -> np.ndarray:  # [n] bool
-  """Whether verdicts differ within each group. One answer alone has no spread."""
-  found = np.zeros(len(groups), bool)
-  several = [i for i, group in enumerate(groups) if group.size > 1]
-  if several:
-    flat, starts, _ = _flat([groups[i].verdicts for i in several])
-    most, least = np.maximum.reduceat(flat, starts), np.minimum.reduceat(flat, starts)
-    found[several] = most - least > SAME
-  return found
 
 
 def pass_rates(groups: Sequence[Group]) -> np.ndarray:  # [n] float64

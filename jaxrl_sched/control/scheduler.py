@@ -248,7 +248,7 @@ class Scheduler:
   def observe(self, groups: Sequence[Group], step: int) -> None:
     """Takes in a round's groups, in draw order."""
     del step
-    batch, useful = self._batch, ledger.spread(groups)
+    batch, kinds = self._batch, ledger.kinds(groups)
     located = self._locate(groups)
     by_stream: dict[str, list[int]] = {}
     for i, (stream, _) in enumerate(located):
@@ -262,15 +262,15 @@ class Scheduler:
         self._pruner.wake(stream, np.array(places)[~asleep])
     batch.seen.extend(groups)
     batch.places.extend(located)
-    batch.useful.extend(useful.tolist())
+    batch.useful.extend(kind == 'useful' for kind in kinds)
     batch.rates.extend(ledger.pass_rates(groups).tolist())
-    for (stream, _), group, good in zip(located, groups, useful, strict=True):
+    for (stream, _), group, kind in zip(located, groups, kinds, strict=True):
       if group.size < min(2, group.request.size):
         batch.settled.append(ledger.Entry(group, 'dropped', 'aborted'))
-      elif good or not self._dynamic:
+      elif kind == 'useful' or not self._dynamic:
         batch.filling.offer(stream, group)
       else:
-        batch.settled.append(ledger.filtered(group))
+        batch.settled.append(ledger.Entry(group, 'filtered', kind))
     batch.filling.settle(last=batch.round >= self._max_rounds)
 
   def _locate(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
@@ -282,10 +282,10 @@ class Scheduler:
       return False
     filling = self._batch.filling.copy()
     located = self._locate(groups)
-    for (stream, _), group, good in zip(
-      located, groups, ledger.spread(groups), strict=True
+    for (stream, _), group, kind in zip(
+      located, groups, ledger.kinds(groups), strict=True
     ):
-      if good:
+      if kind == 'useful':
         filling.offer(stream, group)
     filling.settle(last=False)
     return not any(filling.lacking().values())
