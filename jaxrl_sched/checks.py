@@ -1,15 +1,26 @@
 """Relations between the numbers of a config, before anything is opened or built."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import importlib.util
 from typing import Any
 
+from jaxrl_sched.control.sagc_checks import check_sizes
 from jaxrl_sched.device import losses
 from jaxrl_sched.device.learner import make_optimizer
 from jaxrl_sched.device.lora import Lora
 from jaxrl_sched.host.packing import AVERAGES, AVERAGING
 from jaxrl_sched.host.pruning import check_rate
 from jaxrl_sched.host.rewards import overlong_penalty
+
+
+@contextlib.contextmanager
+def named(prefix: str) -> Iterator[None]:
+  """What is refused inside is told as a key of the config."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f'{prefix}{error}') from None
 
 
 def check_numbers(c: dict[str, Any]) -> None:
@@ -91,9 +102,16 @@ def _check_controllers(c: dict[str, Any], need: Callable) -> None:
     need(quotas, 'scheduler.quotas', quotas, 'True without dynamic sampling')
   by_prompt = sagc is not None and sagc['prompt_aware']
   if sagc is not None:
-    sizes = sagc['sizes']
+    with named('config.sagc.'):
+      sizes = check_sizes(sagc['sizes'])
     expected = f'one of config.sagc.sizes={list(sizes)}, as it is the first size'
     need(group in sizes, 'scheduler.group_size', group, expected)
+    rollouts = scheduler['groups_per_step'] * group
+    if sagc['hold'] == 'rollouts':
+      bad = [size for size in sizes if rollouts % size]
+      expected = f'divisors of the {rollouts} rollouts of a step '
+      expected += '(scheduler.groups_per_step * group_size)'
+      need(not bad, 'sagc.sizes', list(sizes), expected)
   if by_prompt:
     expected = 'a block (it may be empty), as sagc.prompt_aware is on'
     need(c['lengths'] is not None, 'lengths', None, expected)

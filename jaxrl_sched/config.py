@@ -6,8 +6,7 @@ optional block out. Whatever is wrong ends in one ValueError of one line that na
 the key, the value and what was expected.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import pathlib
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxrl_sched import settings
-from jaxrl_sched.checks import check_numbers
+from jaxrl_sched.checks import check_numbers, named
 from jaxrl_sched.control.difficulty import open_tiers
 from jaxrl_sched.control.lengths import LengthPredictor
 from jaxrl_sched.control.quotas import largest_remainder
@@ -342,7 +341,7 @@ def _scheduler(c: dict[str, Any], prompts: PromptSet, sampling: Sampling) -> Sch
   s, sagc, lengths = c['scheduler'], None, None
   by_step = s['groups_per_step']
   if c['sagc'] is not None:
-    with _named('config.sagc.'):
+    with named('config.sagc.'):
       sagc = SAGC(**c['sagc'], start=s['group_size'], seed=c['seed'])
     if sagc.hold == 'rollouts':
       by_step = s['groups_per_step'] * s['group_size'] // max(sagc.sizes)
@@ -381,7 +380,7 @@ def _prompt_pruner(c: dict[str, Any], sizes: dict[str, int]) -> PromptPruner | N
   if c['prune_prompts'] is None:
     return None
   block = {k: v for k, v in c['prune_prompts'].items() if k != 'allow_high_rate'}
-  with _named('config.prune_prompts.'):
+  with named('config.prune_prompts.'):
     return PromptPruner(
       sizes,
       steps=c['steps'],
@@ -396,7 +395,7 @@ def _answer_pruner(c: dict[str, Any]) -> AnswerPruner | None:
   if c['prune_answers'] is None:
     return None
   block = {k: v for k, v in c['prune_answers'].items() if k != 'allow_high_rate'}
-  with _named('config.prune_answers.'):
+  with named('config.prune_answers.'):
     return AnswerPruner(steps=c['steps'], seed=c['seed'], **block)
 
 
@@ -404,15 +403,6 @@ def _advantages(c: dict[str, Any]) -> Callable[[np.ndarray], np.ndarray]:
   if c['teacher'] is not None:
     return np.ones_like  # the policy gradient is then that of supervised learning
   return functools.partial(group_advantages, **c['advantage'])
-
-
-@contextlib.contextmanager
-def _named(prefix: str) -> Iterator[None]:
-  """What is refused inside is told as a key of the config."""
-  try:
-    yield
-  except ValueError as error:
-    raise ValueError(f'{prefix}{error}') from None
 
 
 def _check_quotas(prompts: PromptSet, groups: int) -> None:

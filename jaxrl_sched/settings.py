@@ -20,6 +20,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl_sched.types import Unbounded
+
 
 def load(name: str) -> dict[str, Any]:
   """The dict of a config file: a path, or 'path:argument' for `get_config(argument)`."""
@@ -128,6 +130,10 @@ def typed(where: str, value: Any, kind: Any) -> Any:
     return value
   options = typing.get_args(kind) if _is_union(kind) else (kind,)
   for option in options:
+    if option is Unbounded:
+      if value in ('inf', math.inf):
+        return math.inf
+      option = float
     plain = typing.get_origin(option) or option
     if plain is type(None):
       if value is None:
@@ -182,7 +188,16 @@ def _flat(c: Any, prefix: str = '') -> dict[str, Any]:
 
 def dumps(c: dict[str, Any]) -> str:
   """As config.json has it."""
-  return json.dumps(c, indent=2, sort_keys=True) + '\n'
+  return json.dumps(_spelled(c), indent=2, sort_keys=True, allow_nan=False) + '\n'
+
+
+def _spelled(value: Any) -> Any:
+  """Infinity as the text 'inf': JSON has no number for it."""
+  if isinstance(value, dict):
+    return {key: _spelled(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [_spelled(item) for item in value]
+  return 'inf' if value == math.inf else value
 
 
 def local_workdir(name: str) -> pathlib.Path:

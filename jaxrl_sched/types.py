@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NewType
 
 import numpy as np
 
 SAME = 1e-6  # verdicts this close are equal
+
+Unbounded = NewType('Unbounded', float)  # a setting that may be math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Bad input: one line naming key, value and what was expected, before any model."""
 
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -355,3 +356,143 @@ def test_a_teacher_has_something_to_say(tmp_path):
     f"prompts.datasets={{'sums': {{'source': '{file}'}}}}",
     *TEACHER,
   )
+
+
+@pytest.mark.parametrize('said', ['inf', 'math.inf'])
+def test_filtering_is_an_infinite_factor(said, tmp_path):
+  """In a file, on the command line and through a workdir; JSON knows no infinity."""
+  if said == 'inf':
+    c = config.read(SMOKE, [('snooze.factor', 'inf')])
+  else:
+    file = tmp_path / 'filtering.py'
+    file.write_text(
+      'import math, sys\n'
+      f'sys.path.append({str(pathlib.Path(SMOKE).parent)!r})\n'
+      'import smoke\n'
+      'def get_config():\n'
+      '  c = smoke.get_config()\n'
+      '  c.snooze = dict(factor=math.inf)\n'
+      '  return c\n'
+    )
+    c = config.read(str(file))
+  assert c['snooze']['factor'] == math.inf
+  settings.write(tmp_path, c)
+  assert 'Infinity' not in (tmp_path / 'config.json').read_text()
+  assert config.of_workdir(None, tmp_path, ())['snooze']['factor'] == math.inf
+  settings.check_workdir(tmp_path, c)
+  with pytest.raises(ValueError, match='learning_rate: .*expected'):
+    config.read(SMOKE, [('optimizer.learning_rate', 'inf')])
+
+
+SIZES = 'sagc.sizes=(2, 4, 8)'
+BY_PROMPT = (SIZES, 'sagc.prompt_aware=True', 'loss.averaging=group')
+
+
+@pytest.mark.parametrize(
+  'overrides, message',
+  [
+    (['sagc.sizes=(8, 4)'], 'config.sagc.sizes: (8, 4), expected whole numbers of at'),
+    (['sagc.sizes=(1, 4)'], 'config.sagc.sizes: (1, 4), expected whole numbers of at'),
+    ([SIZES, 'sagc.delta=1.0'], 'config.sagc.delta: 1.0, expected above 0 and below 1'),
+    ([SIZES, 'sagc.delta=0'], 'config.sagc.delta: 0.0, expected above 0 and below 1'),
+    ([SIZES, 'sagc.mode=all'], "config.sagc.mode: 'all', expected one of groups, mean"),
+    (
+      ['sagc.sizes=(4, 12)', 'scheduler.groups_per_step=5'],
+      'config.sagc.sizes: [4, 12], expected divisors of the 20 rollouts of a step '
+      '(scheduler.groups_per_step * group_size)',
+    ),
+    (
+      ['sagc.sizes=(2, 8)'],
+      'config.scheduler.group_size: 4, expected one of config.sagc.sizes=[2, 8]',
+    ),
+    (['sagc.sizes=(4, 16)'], 'weight 1.0 gives it none of 1 groups a step'),
+    (BY_PROMPT, 'config.lengths: None, expected a block (it may be empty), as sagc'),
+    (
+      [SIZES, 'sagc.prompt_aware=True', 'lengths={}'],
+      "config.loss.averaging: 'token', expected 'group' (a mean over the tokens of each "
+      "group), 'sequence' or 'constant' with sagc.prompt_aware",
+    ),
+    (
+      [*BY_PROMPT, 'lengths={}', 'sagc.hold=prompts'],
+      "config.sagc.hold: 'prompts', expected 'rollouts' with prompt_aware",
+    ),
+    (
+      [*BY_PROMPT, 'lengths={}', 'sagc.lambda_max=5.0'],
+      'config.sagc.lambda_max: 5.0, expected at least 8 with prompt_aware',
+    ),
+    (
+      ['prune_prompts.regime=fill'],
+      "config.loss.averaging: 'token', expected 'group' (a mean over the tokens of each "
+      "group), 'sequence' or 'constant' with prune_prompts",
+    ),
+    (
+      ['prune_prompts.rate=0.5', 'loss.averaging=group'],
+      "config.prune_prompts.regime: 'fixed_candidates', expected 'fill' with dynamic",
+    ),
+    (['prune_answers.rate=1.0'], 'config.prune_answers.rate: 1.0, expected 0 to below'),
+    (
+      ['prune_answers.rate=0.8'],
+      'config.prune_answers.rate: 0.8, expected at most 0.7, above which the variance',
+    ),
+    (
+      ['prune_answers.rule=worst'],
+      "config.prune_answers.rule: 'worst', expected one of fixed, coins, balanced",
+    ),
+    (['prune_answers.final=2.0'], 'config.prune_answers.final: 2.0, expected 0 to 1'),
+    (
+      ['prune_answers.rule=fixed', 'prune_answers.cost=length'],
+      "config.prune_answers.cost: has no say in rule 'fixed', expected rule 'balanced'",
+    ),
+    (
+      ['scheduler.quotas=False', 'scheduler.borrow=True'],
+      'scheduler.borrow: True, expected False without quotas',
+    ),
+    (
+      ['scheduler.dynamic_sampling=False', 'scheduler.borrow=True'],
+      'config.scheduler.borrow: True, expected False: there is no surplus without',
+    ),
+    (['snooze.factor=-1'], 'snooze.factor: -1.0, expected 0 or more passes'),
+    (['lengths.beta=1.0'], 'lengths.beta: 1.0, expected above 0 and below 1'),
+    (['tiers.table=none.jsonl'], 'none.jsonl: cannot be read'),
+    (['checkpoint.compare_every=0'], 'checkpoint.compare_every: 0, expected at least'),
+  ],
+)
+def test_bad_controllers_are_refused(overrides, message):
+  refused(message, *overrides)
+
+
+def test_weights_of_nothing_are_refused():
+  overrides = [f'prompts.datasets.{name}.weight=0' for name in ('sums', 'last_digits')]
+  refused('weight', *overrides)
+
+
+def test_a_high_rate_is_taken_where_it_is_asked_for():
+  prepared('prune_answers.rate=0.8', 'prune_answers.allow_high_rate=True')
+
+
+def test_a_table_of_pass_rates_makes_tiers(tmp_path):
+  """From stratify's lines to streams: ids by index, hard prompts held back."""
+  whole = prepared()
+  ids = {name: list(keys) for name, keys in whole.prompts.ids().items()}
+  assert ids == {
+    name: [p.id for p in whole.prompts.all() if p.dataset == name] for name in ids
+  }
+  file = tmp_path / 'difficulty.jsonl'
+  rates = {key: (0.0, 0.5, 1.0)[i % 3] for i, key in enumerate(ids['sums'])}
+  file.write_text(
+    '\n'.join(json.dumps({'id': i, 'pass_rate': r}) for i, r in rates.items())
+  )
+  run = prepared(f'tiers.table={file}', 'steps=10')
+  for step, tiers in ((0, {0.5, 1.0}), (5, {0.0, 0.5, 1.0})):
+    seen = set()
+    for _ in range(30):
+      plan = run.scheduler.plan(step)
+      run.scheduler.sent(plan)
+      for stream, visits in plan.visits.items():
+        assert stream.startswith(('sums/', 'last_digits/medium'))
+        assert len(visits) == len(plan.draws[stream])
+      drawn = [r.prompt.id for r in plan.requests if r.prompt.dataset == 'sums']
+      seen |= {rates[key] for key in drawn}
+      run.scheduler.take_batch(step)
+      run.scheduler.close(step)
+    assert seen == tiers

@@ -28,6 +28,7 @@ from jaxrl_sched.control.snooze_rules import (
   verdict_class,
   verdict_classes,
 )
+from jaxrl_sched.types import Unbounded
 
 __all__ = [
   'Snooze',
@@ -58,12 +59,12 @@ class Snooze:
     self,
     datasets: Mapping[str, int],
     weights: Mapping[str, float],
-    factor: float = 5,
+    factor: Unbounded = 5,
     growth: float = 1.0,
     cap: int | None = None,
     seed: int = 0,
     *,
-    hard_delay: float = 0,
+    hard_delay: Unbounded = 0,
   ):
     """Args:
     datasets: number of prompts of each.
