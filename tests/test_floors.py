@@ -28,6 +28,7 @@ FLOORS = {
   'report': 3,
   'settings': 4,
   'checks': 4,
+  'controllers': 4,
   'config': 4,
   'train': 5,
   'evaluate': 5,

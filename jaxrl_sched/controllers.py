@@ -1,0 +1,137 @@
+"""The controllers of a config, put together: what is sampled, and how much is kept."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.checks import named
+from jaxrl_sched.control.difficulty import open_tiers
+from jaxrl_sched.control.lengths import LengthPredictor
+from jaxrl_sched.control.quotas import largest_remainder
+from jaxrl_sched.control.sagc import SAGC
+from jaxrl_sched.control.scheduler import Scheduler
+from jaxrl_sched.control.snooze import Snooze
+from jaxrl_sched.control.source import Source
+from jaxrl_sched.device.prompts import PromptSet
+from jaxrl_sched.host.advantages import group_advantages
+from jaxrl_sched.host.pruning import FLOOR, AnswerPruner, PromptPruner
+from jaxrl_sched.types import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrunePrompts:
+  """DPPO before answers are sampled; see `PromptPruner`."""
+
+  rate: float = 0.5
+  regime: str = 'fixed_candidates'
+  draw: str = 'fixed'
+  final: float = 0.125
+  blend: float = 1.0
+  allow_high_rate: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PruneAnswers:
+  """DPPO before answers are trained on; see `AnswerPruner`."""
+
+  rate: float = 0.5
+  rule: str = 'fixed'
+  floor: float = FLOOR
+  cost: str | None = None
+  final: float = 0.125
+  allow_high_rate: bool = False
+
+
+def make_scheduler(
+  c: dict[str, Any], prompts: PromptSet, sampling: Sampling
+) -> Scheduler:
+  """The controllers that a checked config names, put together.
+
+  Raises:
+    ValueError: what does not go together, or with these prompts.
+  """
+  s, sagc, lengths = c['scheduler'], None, None
+  by_step = s['groups_per_step']
+  if c['sagc'] is not None:
+    with named('config.sagc.'):
+      sagc = SAGC(**c['sagc'], start=s['group_size'], seed=c['seed'])
+    if sagc.hold == 'rollouts':
+      by_step = s['groups_per_step'] * s['group_size'] // max(sagc.sizes)
+  if s['quotas']:
+    _check_quotas(prompts, by_step)
+  tiers, sizes, weights = None, prompts.sizes, prompts.weights
+  if c['tiers'] is not None:
+    tiers = open_tiers(
+      ids=prompts.ids(), weights=weights, steps=c['steps'], **c['tiers']
+    )
+    sizes = {stream: len(indices) for stream, (_, indices) in tiers.streams().items()}
+    weights = tiers.weights(0)
+  # A factor of 0 is a sleep of no pass: plain dynamic sampling.
+  snooze = Snooze(sizes, weights, seed=c['seed'], **c['snooze'] or {'factor': 0.0})
+  if c['lengths'] is not None:
+    limit = sampling.max_new_tokens
+    lengths = LengthPredictor(prompts.sizes, limit=limit, **c['lengths'])
+  return Scheduler(
+    Source(snooze, tiers),
+    prompts.get,
+    sampling,
+    overlong_filter=c['loss']['overlong_filter'],
+    sagc=sagc,
+    lengths=lengths,
+    prompt_pruner=_prompt_pruner(c, sizes),
+    answer_pruner=_answer_pruner(c),
+    advantages_of=_advantages(c),
+    leave_one_out=sagc is not None
+    and sagc.prompt_aware
+    and not c['advantage']['divide_by_std'],
+    **s,
+  )
+
+
+def _prompt_pruner(c: dict[str, Any], sizes: dict[str, int]) -> PromptPruner | None:
+  if c['prune_prompts'] is None:
+    return None
+  block = {k: v for k, v in c['prune_prompts'].items() if k != 'allow_high_rate'}
+  with named('config.prune_prompts.'):
+    return PromptPruner(
+      sizes,
+      steps=c['steps'],
+      seed=c['seed'],
+      unit=1.0 if c['advantage']['divide_by_std'] else 0.5,
+      dynamic_sampling=c['scheduler']['dynamic_sampling'],
+      **block,
+    )
+
+
+def _answer_pruner(c: dict[str, Any]) -> AnswerPruner | None:
+  if c['prune_answers'] is None:
+    return None
+  block = {k: v for k, v in c['prune_answers'].items() if k != 'allow_high_rate'}
+  with named('config.prune_answers.'):
+    return AnswerPruner(steps=c['steps'], seed=c['seed'], **block)
+
+
+def _advantages(c: dict[str, Any]) -> Callable[[np.ndarray], np.ndarray]:
+  if c['teacher'] is not None:
+    return np.ones_like  # the policy gradient is then that of supervised learning
+  return functools.partial(group_advantages, **c['advantage'])
+
+
+def _check_quotas(prompts: PromptSet, groups: int) -> None:
+  """Every dataset is to be in every batch, also in the smallest, of so many groups."""
+  parts = largest_remainder(groups, list(prompts.weights.values()))
+  for (name, weight), quota in zip(prompts.weights.items(), parts, strict=True):
+    if quota == 0:
+      raise ValueError(
+        f'dataset {name!r}: weight {weight} gives it none of {groups} groups a step '
+        '(scheduler.groups_per_step, or what the largest size of sagc leaves), expected '
+        'at least one'
+      )
+    if quota > prompts.sizes[name]:
+      raise ValueError(
+        f'dataset {name!r}: {prompts.sizes[name]} prompts kept (and '
+        f'{prompts.dropped[name]} too long), expected at least the {quota} of one batch'
+      )
