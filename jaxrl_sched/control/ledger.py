@@ -94,6 +94,9 @@ def count(
     for fate, which in _answers(entry):
       found[f'rollout/answers_{fate}'] += int(np.count_nonzero(which))
       found[f'rollout/tokens_{fate}'] += int(entry.group.lengths[which].sum())
+  if generated := found['rollout/tokens_generated']:
+    kept = found['rollout/tokens_trained'] + found['rollout/tokens_pruned']
+    found['rollout/useful'] = kept / generated
   return found
 
 

@@ -8,6 +8,7 @@ same input.
 import collections
 from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ import numpy as np
 from jaxrl_sched.control import ledger
 from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.filling import Pot, Quotas, Rolling, Turns
+from jaxrl_sched.control.learning import Learning, OpenBatch
 from jaxrl_sched.control.lengths import LengthPredictor
 from jaxrl_sched.control.planning import Plan, Planner
 from jaxrl_sched.control.quotas import requests_for
 from jaxrl_sched.control.sagc import SAGC, check_rollouts
 from jaxrl_sched.control.source import Source
-from jaxrl_sched.host.pruning import AnswerPruner, PromptPruner, answer_metrics
+from jaxrl_sched.host.pruning import AnswerPruner, PromptPruner
 from jaxrl_sched.types import Group, Lesson, Prompt, Sampling
 
 VERSION = 2  # of the state
@@ -42,25 +44,6 @@ class _Yield:
   def count(self, useful: int, generated: int) -> None:
     self.useful = 0.9 * self.useful + useful
     self.generated = 0.9 * self.generated + generated
-
-
-@dataclasses.dataclass
-class _Open:
-  """The batch of the step that is under way. No checkpoint ever sees one."""
-
-  filling: Quotas | Pot | Turns
-  size: int  # of groups; of a prompt of average risk, if each has its own
-  groups: int  # whose quotas are kept; 0: sizes differ, and streams take turns
-  most: dict[str, int]  # requests to a stream in a round
-  round: int = 0
-  visited: int = 0  # prompts, and how many of them were pruned
-  pruned: int = 0
-  seen: list[Group] = dataclasses.field(default_factory=list)  # in draw order
-  places: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # of `seen`
-  useful: list[bool] = dataclasses.field(default_factory=list)  # of `seen`
-  rates: list[float] = dataclasses.field(default_factory=list)  # of `seen`: passed
-  settled: list[ledger.Entry] = dataclasses.field(default_factory=list)
-  lesson: Lesson | None = None  # once it is full
 
 
 class Scheduler:
@@ -146,15 +129,23 @@ class Scheduler:
     self._overlong_filter = overlong_filter
     self._max_rounds = max_rounds if dynamic_sampling else 1
     self._sagc, self._lengths = sagc, lengths
-    self._pruner, self._answer_pruner = prompt_pruner, answer_pruner
-    self._advantages_of, self._leave_one_out = advantages_of, leave_one_out
+    self._pruner = prompt_pruner
+    self._learning = Learning(
+      dynamic_sampling=dynamic_sampling,
+      sagc=sagc,
+      lengths=lengths,
+      prompt_pruner=prompt_pruner,
+      answer_pruner=answer_pruner,
+      advantages_of=advantages_of,
+      leave_one_out=leave_one_out,
+    )
 
     self._draw = 0
     self._yields = {stream: _Yield() for stream in source.sizes}
     self._turns = dict.fromkeys(source.sizes, 0)  # groups so far, where sizes differ
     self._turned: dict[str, float] = {}  # the weights they were counted under
     self._carried: list[Group] = []  # useful groups of the step before
-    self._batch: _Open | None = None
+    self._batch: OpenBatch | None = None
 
   # --- a step, in the order of the loop ---
 
@@ -171,7 +162,7 @@ class Scheduler:
       return self._planner.by_prompt(wanted, batch.filling.rest, **where)
     return self._planner.alike(wanted, batch.size, **where)
 
-  def _open(self, step: int) -> _Open:
+  def _open(self, step: int) -> OpenBatch:
     """The batch of a step before its first round: carried groups are in it."""
     size, groups = self._group_size, self._groups
     if self._sagc is not None:
@@ -197,9 +188,9 @@ class Scheduler:
     ):
       filling.offer(stream, group)
     filling.settle(last=False)
-    return _Open(filling, size, groups, most)
+    return OpenBatch(filling, size, groups, most)
 
-  def _wanted(self, batch: _Open) -> dict[str, int]:
+  def _wanted(self, batch: OpenBatch) -> dict[str, int]:
     """Stream -> requests of the next round."""
     lacking = batch.filling.lacking()
     if not self._dynamic:
@@ -293,7 +284,7 @@ class Scheduler:
   def take_batch(self, step: int) -> Lesson:
     """What to train on, perhaps nothing. More surplus may still be observed."""
     self._begin(step)  # where carried groups have filled it there was no round
-    self._batch.lesson = self._lesson(self._batch, step)
+    self._batch.lesson = self._learning.lesson(self._batch, step)
     return self._batch.lesson
 
   def close(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -316,134 +307,34 @@ class Scheduler:
         batch.settled.append(ledger.Entry(group, 'dropped', reason))
     if self._by_prompt:
       self._turns, self._turned = batch.filling.counts, self._source.weights(step)
-    self._learn(batch, lesson, step)
-    metrics = self._metrics(batch, lesson)
+    self._count_yields(batch)
+    self._learning.learn(batch, lesson, step)
+    metrics = ledger.count(batch.seen, batch.settled, self._carried)
+    metrics |= ledger.averages(batch.seen) | self._shares(lesson)
+    metrics |= self._source.metrics() | self._learning.metrics(batch, lesson)
+    metrics['rollout/rounds'] = batch.round
+    if self._borrow:
+      metrics['rollout/borrowed'] = batch.filling.borrowed
     self._batch = None
     return metrics, [ledger.line(entry) for entry in batch.settled]
 
-  def _lesson(self, batch: _Open, step: int) -> Lesson:
-    groups = batch.filling.accepted
-    advantages = [self._advantages(group) for group in groups]
-    keep = [np.full(group.size, group.request.weight) for group in groups]
-    if self._answer_pruner is not None:
-      keep = [
-        w * self._answer_pruner.weights(g.request.draw, a, g.lengths, step)
-        for w, g, a in zip(keep, groups, advantages, strict=True)
-      ]
-    count = len(groups)
-    if self._pruner is not None and not self._pruner.fills:
-      count += batch.pruned
-    return Lesson(groups=groups, advantages=advantages, keep=keep, count=count)
-
-  def _advantages(self, group: Group) -> np.ndarray:  # [G] float32
-    advantages = self._advantages_of(group.rewards)
-    if self._leave_one_out and group.size > 1:
-      advantages = advantages * np.float32(group.size / (group.size - 1))
-    return advantages
-
-  def _learn(self, batch: _Open, lesson: Lesson, step: int) -> None:
-    """What the controllers make of all groups that the step generated."""
-    generated = collections.Counter(stream for stream, _ in batch.places)
-    useful = collections.Counter(
-      stream
-      for (stream, _), good in zip(batch.places, batch.useful, strict=True)
-      if good
-    )
+  def _count_yields(self, batch: OpenBatch) -> None:
+    streams = [stream for stream, _ in batch.places]
+    generated = collections.Counter(streams)
+    useful = collections.Counter(itertools.compress(streams, batch.useful))
     for stream, record in self._yields.items():
       record.count(useful[stream], generated[stream])
-    seen, lengths = batch.seen, [group.lengths for group in batch.seen]
-    if self._by_prompt:
-      chances = [group.request.exceedance for group in seen]
-      self._sagc.observe_groups(lengths, chances, step)
-    elif self._sagc is not None:
-      passed = [group.passed for group in seen] if self._sagc.needs_passed else None
-      self._sagc.observe(lengths, batch.size, step, passed=passed)
-    if self._lengths is not None:
-      some = [i for i, group in enumerate(seen) if group.size]
-      prompts = [seen[i].request.prompt for i in some]
-      self._lengths.observe(
-        [(prompt.dataset, prompt.index) for prompt in prompts],
-        [lengths[i] for i in some],
-        prompt_lengths=np.array([len(prompt.tokens) for prompt in prompts]),
-        pass_rates=np.array([batch.rates[i] for i in some]),
-      )
-    if self._pruner is not None:
-      self._score(batch, lesson)
 
-  def _score(self, batch: _Open, lesson: Lesson) -> None:
-    """Tells the pruner what each prompt had to teach; a filtered group had nothing."""
-    known = {
-      group.request.draw: advantages
-      for group, advantages in zip(lesson.groups, lesson.advantages, strict=True)
-    }
-    nothing = {size: np.zeros(size) for size in {group.size for group in batch.seen}}
-    found: dict[str, list[tuple[int, np.ndarray, float]]] = {}
-    for (stream, place), group, useful, rate in zip(
-      batch.places, batch.seen, batch.useful, batch.rates, strict=True
-    ):
-      if group.size < 2:
-        continue
-      advantages = nothing[group.size]
-      if useful or not self._dynamic:
-        advantages = known.get(group.request.draw)
-        if advantages is None:  # useful, and not in the batch
-          advantages = self._advantages(group)
-      if self._leave_one_out:  # scores of all sizes are to be alike
-        advantages = advantages * ((group.size - 1) / group.size)
-      found.setdefault(stream, []).append((place, advantages, rate))
-    for stream, records in found.items():
-      places, advantages, rates = zip(*records, strict=True)
-      self._pruner.observe_many(stream, places, advantages, pass_rates=rates)
+  def _shares(self, lesson: Lesson) -> dict[str, float]:
+    """Of each dataset in the batch."""
+    counts = collections.Counter(g.request.prompt.dataset for g in lesson.groups)
+    names = dict.fromkeys(map(self._source.dataset, self._source.sizes))
+    total = len(lesson.groups)
+    return {f'share/{name}': counts[name] / total for name in names} if total else {}
 
   def pending(self) -> list[dict[str, Any]]:
     """A line for each group that is still carried: what the end of a run leaves."""
     return [ledger.line(ledger.Entry(group, 'pending')) for group in self._carried]
-
-  # --- what it tells ---
-
-  def _metrics(self, batch: _Open, lesson: Lesson) -> dict[str, float]:
-    seen = batch.seen
-    metrics = ledger.count(seen, batch.settled, self._carried)
-    metrics |= ledger.averages(seen) | self._source.metrics()
-    metrics['rollout/rounds'] = batch.round
-    if self._borrow:
-      metrics['rollout/borrowed'] = batch.filling.borrowed
-    for name in dict.fromkeys(map(self._source.dataset, self._source.sizes)):
-      if lesson.groups:
-        share = np.mean([g.request.prompt.dataset == name for g in lesson.groups])
-        metrics[f'share/{name}'] = float(share)
-    if self._pruner is not None:
-      metrics |= self._pruner.metrics()
-      if batch.visited:
-        metrics['dppo/prompts_kept'] = 1 - batch.pruned / batch.visited
-    if self._pruner is not None or self._answer_pruner is not None:
-      metrics |= answer_metrics(lesson.keep)
-    if self._sagc is not None:
-      metrics |= self._sagc.metrics() | self._by_size(batch, lesson)
-    if self._lengths is not None:
-      metrics |= self._lengths.metrics()
-    return metrics
-
-  def _by_size(self, batch: _Open, lesson: Lesson) -> dict[str, float]:
-    """Mean |advantage| of trained groups, and the share of useful ones, by size."""
-    metrics = {}
-    for size in self._sagc.sizes:
-      useful = [
-        good
-        for group, good in zip(batch.seen, batch.useful, strict=True)
-        if group.request.size == size
-      ]
-      if useful:
-        metrics[f'sagc/useful/{size}'] = float(np.mean(useful))
-      advantages = [
-        a
-        for g, a in zip(lesson.groups, lesson.advantages, strict=True)
-        if g.request.size == size
-      ]
-      if advantages:
-        mean = float(np.abs(np.concatenate(advantages)).mean())
-        metrics[f'sagc/advantage_abs/{size}'] = mean
-    return metrics
 
   # --- state, between two steps ---
 
