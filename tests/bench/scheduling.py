@@ -106,8 +106,8 @@ def run(scheduler: Scheduler, steps: int) -> dict[str, list[float]]:
     records[step] += spent
     return found
 
-  learn = scheduler._learn
-  scheduler._learn = lambda batch, lesson, step: timed(
+  learn = scheduler._learning.learn
+  scheduler._learning.learn = lambda batch, lesson, step: timed(
     'learn', step, lambda: learn(batch, lesson, step)
   )
   for step in range(steps):
