@@ -106,12 +106,6 @@ def _check_controllers(c: dict[str, Any], need: Callable) -> None:
       sizes = check_sizes(sagc['sizes'])
     expected = f'one of config.sagc.sizes={list(sizes)}, as it is the first size'
     need(group in sizes, 'scheduler.group_size', group, expected)
-    rollouts = scheduler['groups_per_step'] * group
-    if sagc['hold'] == 'rollouts':
-      bad = [size for size in sizes if rollouts % size]
-      expected = f'divisors of the {rollouts} rollouts of a step '
-      expected += '(scheduler.groups_per_step * group_size)'
-      need(not bad, 'sagc.sizes', list(sizes), expected)
   if by_prompt:
     expected = 'a block (it may be empty), as sagc.prompt_aware is on'
     need(c['lengths'] is not None, 'lengths', None, expected)

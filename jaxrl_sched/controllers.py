@@ -54,14 +54,14 @@ def make_scheduler(
     ValueError: what does not go together, or with these prompts.
   """
   s, sagc, lengths = c['scheduler'], None, None
-  by_step = s['groups_per_step']
+  least = most = s['groups_per_step']
   if c['sagc'] is not None:
     with named('config.sagc.'):
       sagc = SAGC(**c['sagc'], start=s['group_size'], seed=c['seed'])
     if sagc.hold == 'rollouts':
-      by_step = s['groups_per_step'] * s['group_size'] // max(sagc.sizes)
-  if s['quotas']:
-    _check_quotas(prompts, by_step)
+      least, most = (most * s['group_size'] // of(sagc.sizes) for of in (max, min))
+  if s['quotas'] and not (sagc is not None and sagc.prompt_aware):  # those roll
+    _check_quotas(prompts, least, most)
   tiers, sizes, weights = None, prompts.sizes, prompts.weights
   if c['tiers'] is not None:
     tiers = open_tiers(
@@ -120,13 +120,15 @@ def _advantages(c: dict[str, Any]) -> Callable[[np.ndarray], np.ndarray]:
   return functools.partial(group_advantages, **c['advantage'])
 
 
-def _check_quotas(prompts: PromptSet, groups: int) -> None:
-  """Every dataset is to be in every batch, also in the smallest, of so many groups."""
-  parts = largest_remainder(groups, list(prompts.weights.values()))
-  for (name, weight), quota in zip(prompts.weights.items(), parts, strict=True):
-    if quota == 0:
+def _check_quotas(prompts: PromptSet, least: int, most: int) -> None:
+  """Every dataset is to be in every batch, of `least` to `most` groups, and no prompt
+  twice."""
+  names, weights = list(prompts.weights), list(prompts.weights.values())
+  parts = largest_remainder(least, weights), largest_remainder(most, weights)
+  for name, weight, fewest, quota in zip(names, weights, *parts, strict=True):
+    if fewest == 0:
       raise ValueError(
-        f'dataset {name!r}: weight {weight} gives it none of {groups} groups a step '
+        f'dataset {name!r}: weight {weight} gives it none of {least} groups a step '
         '(scheduler.groups_per_step, or what the largest size of sagc leaves), expected '
         'at least one'
       )

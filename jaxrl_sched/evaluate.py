@@ -31,6 +31,7 @@ def main(argv: list[str] | None = None) -> int:
   try:
     workdir = settings.local_workdir(arguments.workdir)
     c = config.of_workdir(arguments.config, workdir, overrides(rest))
+    c['tiers'] = None  # its table need not be there any more
     label = None if arguments.hf is None else config.judge_folder(c, arguments.hf)
     run = config.prepare(c)
     if run.evaluate is None:

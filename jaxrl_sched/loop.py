@@ -67,25 +67,32 @@ def train(
 
 def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
   """Step v of GRPO, as the algorithm reads."""
-  began, samples = time.perf_counter(), []
+  began, generated, first_round = time.perf_counter(), [], 0
 
   # Sample until the batch is full of groups that can teach something.
   while plan := engine.agree(lambda: scheduler.plan(step)):
     scheduler.sent(plan)
     engine.submit(plan.requests)
-    collected = engine.collect(scheduler.enough)
-    samples = samples or samples_of(collected)
-    scheduler.observe(collected, step)
+    groups = engine.collect(scheduler.enough)
+    scheduler.observe(groups)
+    first_round = first_round or len(plan.requests)
+    generated += groups
 
   # Learn from it: groups, advantages over the full groups, and what pruning left.
   lesson = scheduler.take_batch(step)
   learned = engine.learn(lesson)
 
   # Surplus may have been in grading until now; then the controllers know the step.
-  scheduler.observe(engine.collect_rest(), step)
+  learned_at = time.perf_counter()
+  groups = engine.collect_rest()
+  late = time.perf_counter() - learned_at
+  scheduler.observe(groups)
+  generated += groups
   metrics, lines = scheduler.close(step)
+
   recorder.rollouts(step, lines)
-  recorder.samples(step, samples)
+  recorder.samples(step, samples_of(generated[:first_round]))
+  learned['time/reward_s'] = learned.get('time/reward_s', 0.0) + late
   took = time.perf_counter() - began
   busy = sum(value for key, value in learned.items() if key.startswith('time/'))
   return metrics | learned | {'time/step_s': took, 'time/idle_s': took - busy}

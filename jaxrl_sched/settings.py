@@ -49,19 +49,21 @@ def load(name: str) -> dict[str, Any]:
   return _plain(c)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, at: str = 'config') -> Any:
   """ConfigDicts as dicts; what JSON does not hold is refused."""
   if isinstance(value, ConfigDict):
     value = value.to_dict()
   if isinstance(value, dict):
     for key in value:
       if not isinstance(key, str):
-        raise ValueError(f'config: key {key!r}, expected text')
-    return {key: _plain(item) for key, item in value.items()}
+        raise ValueError(f'{at}: key {key!r}, expected text')
+    return {key: _plain(item, f'{at}.{key}') for key, item in value.items()}
   if isinstance(value, list | tuple):
-    return type(value)(map(_plain, value))
+    return type(value)(_plain(item, at) for item in value)
   if value is not None and not isinstance(value, bool | int | float | str):
-    raise ValueError(f'config: {value!r}, expected a number, text, list or block')
+    raise ValueError(f'{at}: {value!r}, expected a number, text, list or block')
+  if isinstance(value, float) and math.isnan(value):
+    raise ValueError(f'{at}: {value!r}, expected a number')
   return value
 
 
@@ -83,7 +85,7 @@ def override(c: dict[str, Any], key: str, text: str, known: Sequence[str]) -> No
     node = node[name]
     if not isinstance(node, dict):
       raise ValueError(f'--config.{key}: {at} is {node!r}, which has no keys')
-  node[last] = _plain(value)
+  node[last] = _plain(value, f'{at}.{last}')
 
 
 def check_known(key: str, known: Sequence[str], where: str) -> None:

@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     workdir = settings.local_workdir(arguments.workdir)
     c = config.of_workdir(arguments.config, workdir, overrides(rest))
     c['evaluate'] = None  # held-out prompts are none of its business
+    c['tiers'] = None  # its table may be what is to be made
     step, label = None, 'start'
     if arguments.hf is not None:
       label = config.judge_folder(c, arguments.hf)

@@ -358,6 +358,17 @@ def test_a_teacher_has_something_to_say(tmp_path):
   )
 
 
+def test_no_number_is_named(tmp_path):
+  file = tmp_path / 'c.py'
+  file.write_text(
+    'from ml_collections import ConfigDict\n'
+    'def get_config():\n'
+    '  return ConfigDict(dict(log=dict(wandb=dict(x=[float("nan")]))))\n'
+  )
+  with pytest.raises(ValueError, match='config.log.wandb.x: nan, expected a number'):
+    config.read(str(file))
+
+
 @pytest.mark.parametrize('said', ['inf', 'math.inf'])
 def test_filtering_is_an_infinite_factor(said, tmp_path):
   """In a file, on the command line and through a workdir; JSON knows no infinity."""
@@ -397,9 +408,9 @@ BY_PROMPT = (SIZES, 'sagc.prompt_aware=True', 'loss.averaging=group')
     ([SIZES, 'sagc.delta=0'], 'config.sagc.delta: 0.0, expected above 0 and below 1'),
     ([SIZES, 'sagc.mode=all'], "config.sagc.mode: 'all', expected one of groups, mean"),
     (
-      ['sagc.sizes=(4, 12)', 'scheduler.groups_per_step=5'],
-      'config.sagc.sizes: [4, 12], expected divisors of the 20 rollouts of a step '
-      '(scheduler.groups_per_step * group_size)',
+      ['sagc.sizes=(4, 8)', 'scheduler.groups_per_step=5'],
+      'rollouts: 20 a step (groups_per_step * group_size), expected a multiple of every '
+      "size, as hold='rollouts' (sizes [4, 8]; it is none of [8])",
     ),
     (
       ['sagc.sizes=(2, 8)'],
@@ -429,6 +440,15 @@ BY_PROMPT = (SIZES, 'sagc.prompt_aware=True', 'loss.averaging=group')
       ['prune_prompts.rate=0.5', 'loss.averaging=group'],
       "config.prune_prompts.regime: 'fixed_candidates', expected 'fill' with dynamic",
     ),
+    (
+      [SIZES, 'scheduler.groups_per_step=32', 'prompts.datasets.sums.options.count=20'],
+      "dataset 'sums': 20 prompts kept (and 0 too long), expected at least the 32 of",
+    ),
+    (
+      [SIZES, "sagc.prior=('a', 1)"],
+      "sagc.prior: ('a', 1), expected two numbers above",
+    ),
+    (['tiers.table=(0,)'], 'tiers.table: (0,), expected a path or several'),
     (['prune_answers.rate=1.0'], 'config.prune_answers.rate: 1.0, expected 0 to below'),
     (
       ['prune_answers.rate=0.8'],

@@ -118,7 +118,7 @@ def test_what_is_imported_is_declared():
   for_tests = distributions(extras.pop('test'))
   for_all = distributions(project['dependencies'] + sum(extras.values(), []))
   tests = sorted(pathlib.Path(__file__).parent.rglob('*.py'))
-  own = {'jaxrl_sched', 'tests', 'configs', *(p.stem for p in tests)}
+  own = {'jaxrl_sched', 'tests', 'bench', 'configs', *(p.stem for p in tests)}
   called = {'absl': 'absl_py', 'orbax': 'orbax_checkpoint'}  # where the names differ
   for path, declared in [(p, for_all) for p in FILES] + [
     (p, for_all | for_tests) for p in tests

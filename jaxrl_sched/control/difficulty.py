@@ -60,8 +60,8 @@ def read_rates(
   if unknown not in ('refuse', 'skip'):
     raise ValueError(f"tiers.unknown: {unknown!r}, expected 'refuse' or 'skip'")
   tables = [tables] if isinstance(tables, str | os.PathLike) else tables
-  if not tables:
-    raise ValueError('tiers.table: none, expected a path or several')
+  if not tables or not all(isinstance(path, str | os.PathLike) for path in tables):
+    raise ValueError(f'tiers.table: {tables!r}, expected a path or several')
   place: dict[str, int] = {}
   sizes = {}
   for name, names in ids.items():
@@ -293,12 +293,8 @@ class Tiers:
     self._asked = None
 
   def metrics(self) -> dict[str, float]:
-    """Whether hard prompts are released, and the share of each stream of its dataset."""
-    found = {'tiers/released': float(self._released is not None)}
-    for streams in self._of.values():
-      total = max(1, sum(self._planned[s] for s in streams.values()))
-      found |= {f'tiers/share/{s}': self._planned[s] / total for s in streams.values()}
-    return found
+    """Whether hard prompts are released."""
+    return {'tiers/released': float(self._released is not None)}
 
   # --- state ---
 
@@ -396,6 +392,8 @@ def _check(rates, weights, steps, low, high, boost, release) -> None:
   need(
     0 <= low < high <= 1, 'low', low, f'0 or more, below high={high}, that at most 1'
   )
-  good = len(boost) == 3 and all(0 <= b < math.inf for b in boost)
+  good = len(boost) == 3 and all(
+    isinstance(b, int | float) and 0 <= b < math.inf for b in boost
+  )
   need(good, 'boost', boost, 'three numbers of 0 or more: hard, medium, easy')
   need(0 <= release <= 1, 'release', release, '0 to 1')

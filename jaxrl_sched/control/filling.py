@@ -54,8 +54,9 @@ class Quotas:
   def settle(self, *, last: bool) -> None:
     """A round is over; `last`: there will be no other."""
     if last and self._borrow:
-      short = sum(self.lacking().values())
-      self._borrowed, self.left = self.left[:short], self.left[short:]
+      short = sum(self.lacking().values()) - len(self._borrowed)
+      self._borrowed += self.left[:short]
+      self.left = self.left[short:]
 
 
 class Pot:
@@ -63,8 +64,6 @@ class Pot:
 
   What `Quotas` is for is seen against it: easy streams are starved by filtering.
   """
-
-  borrowed = 0
 
   def __init__(self, groups: int, weights: Mapping[str, float]):
     self._groups, self._weights = groups, dict(weights)
@@ -98,8 +97,6 @@ class Turns:
   Whose turn it is hangs on `counts`, groups of each stream so far, also in earlier
   steps: the number of groups in a batch is not known beforehand.
   """
-
-  borrowed = 0
 
   def __init__(self, counts: Mapping[str, int], weights: Mapping[str, float]):
     self.counts, self._weights = dict(counts), dict(weights)

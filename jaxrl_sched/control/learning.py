@@ -126,7 +126,8 @@ class Learning:
       if batch.visited:
         metrics['dppo/prompts_kept'] = 1 - batch.pruned / batch.visited
     if self._pruner is not None or self._answer_pruner is not None:
-      metrics |= answer_metrics(lesson.keep)
+      entries = [entry for entry in batch.settled if entry.keep is not None]
+      metrics |= answer_metrics([entry.keep * entry.used for entry in entries])
     if self._sagc is not None:
       metrics |= self._sagc.metrics() | self._by_size(batch, lesson)
     if self._lengths is not None:

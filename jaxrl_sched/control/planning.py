@@ -84,9 +84,9 @@ class Planner:
     prompts = [self._prompt(c) for c in asked]
     chances = self._chances(prompts)
     sizes = self._sagc.propose_sizes(step, chances)
-    largest = max(
-      (g for g in self._sagc.allowed(step) if g <= rest), default=max(sizes)
-    )
+    # A larger group than what is missing could not be taken in: it would be surplus,
+    # and the batch might stay short of a few rollouts for ever.
+    largest = max(g for g in self._sagc.allowed(step) if g <= rest)
     sizes = [min(size, largest) for size in sizes]
     return _plan(step, queue, self._requests(asked, prompts, sizes, chances, draw))
 
@@ -172,7 +172,7 @@ class Planner:
   def _chances(self, prompts: Sequence[Prompt]) -> np.ndarray:  # [n]
     """Predicted chance that an answer straggles."""
     return self._lengths.exceedance(
-      _keys(prompts), self._sagc.tau, prompt_lengths=_lengths(prompts)
+      _keys(prompts), self._sagc.tau, prompt_lengths=_prompt_lengths(prompts)
     )
 
   def _requests(
@@ -186,7 +186,7 @@ class Planner:
     predicted = [None] * len(asked)
     if self._lengths is not None and asked:
       means, _ = self._lengths.predict(
-        _keys(prompts), size=np.array(sizes), prompt_lengths=_lengths(prompts)
+        _keys(prompts), size=np.array(sizes), prompt_lengths=_prompt_lengths(prompts)
       )
       predicted = means.tolist()
     chances = [None] * len(asked) if chances is None else chances.tolist()
@@ -209,7 +209,7 @@ def _keys(prompts: Sequence[Prompt]) -> list[tuple[str, int]]:
   return [(prompt.dataset, prompt.index) for prompt in prompts]
 
 
-def _lengths(prompts: Sequence[Prompt]) -> np.ndarray:
+def _prompt_lengths(prompts: Sequence[Prompt]) -> np.ndarray:
   return np.array([len(prompt.tokens) for prompt in prompts], np.int64)
 
 

@@ -264,12 +264,13 @@ class SAGC:
         "passed: expected one array a group, as utility is 'signal', got "
         + ('None' if passed is None else f'{len(passed)} for {groups} groups')
       )
-    if not groups:
+    passed = [group for group in passed if len(group) > 1]
+    if not passed:
       return
     p = np.array([(np.count_nonzero(x) + 1) / (len(x) + 2) for x in passed])[:, None]
     chance = 1 - p**self.sizes - (1 - p) ** np.array(self.sizes)
     self._signal = self._rho * self._signal + chance.sum(axis=0)
-    self._signal_mass = self._rho * self._signal_mass + groups
+    self._signal_mass = self._rho * self._signal_mass + len(passed)
 
   # --- what it tells ---
 

@@ -42,7 +42,9 @@ def check_settings(settings: Mapping[str, Any]) -> None:
       holds, expected = RANGES[name]
       check(name, value, holds(value), expected)
     else:  # a Beta
-      good = len(value) == 2 and all(0 < x < math.inf for x in value)
+      good = len(value) == 2 and all(
+        isinstance(x, int | float) and 0 < x < math.inf for x in value
+      )
       check(name, value, good, 'two numbers above 0')
 
 
@@ -82,7 +84,8 @@ def check_rollouts(sizes: Sequence[int], rollouts: int, hold: str) -> None:
   bad = [size for size in sizes if rollouts % size]
   if hold == 'rollouts' and bad:
     raise ValueError(
-      f"rollouts: {rollouts}, expected a multiple of every size, as hold='rollouts' "
+      f'rollouts: {rollouts} a step (groups_per_step * group_size), expected a '
+      "multiple of every size, as hold='rollouts' "
       f'(sizes {list(sizes)}; it is none of {bad})'
     )
 

@@ -59,7 +59,8 @@ class Scheduler:
     prompt_of: (dataset, index) -> Prompt.
     sampling: settings of every request.
     groups_per_step, group_size: of a batch. Their product is the number of rollouts
-      that `sagc` keeps to under hold='rollouts'; it begins with this size.
+      that `sagc` keeps to under hold='rollouts'; it begins with this size. (A carried
+      group keeps the size it has, and stands for one of its stream's.)
     dynamic_sampling: False trains on every group.
     surplus: 'carry' or 'drop'.
     quotas: False takes useful groups from whatever stream they come.
@@ -107,12 +108,6 @@ class Scheduler:
     self._by_prompt = sagc is not None and sagc.prompt_aware
     if sagc is not None:
       check_rollouts(sagc.sizes, self._rollouts, sagc.hold)
-    if self._by_prompt and lengths is None:
-      raise ValueError('lengths: None, expected a predictor, as sizes are of prompts')
-    if self._by_prompt and not quotas:
-      raise ValueError('scheduler.quotas: False, expected True with sizes of prompts')
-    if self._by_prompt and borrow:
-      raise ValueError('scheduler.borrow: True, expected False with sizes of prompts')
     self._source, self._prompt_of, self._sampling = source, prompt_of, sampling
     self._planner = Planner(
       source,
@@ -201,13 +196,14 @@ class Scheduler:
       every = _Yield(sum(y.useful for y in records), sum(y.generated for y in records))
       wanted = requests_for(sum(lacking.values()), every.rate, confidence)
       return batch.filling.split(min(wanted, sum(batch.most.values())))
-    return {
-      stream: min(
-        requests_for(missing, self._yields[stream].rate, confidence),
-        batch.most[stream],
+    wanted = {}
+    for stream, missing in lacking.items():
+      # Where streams take turns, what one lacks grows while others give small groups.
+      most = 10 * missing if self._by_prompt else batch.most[stream]
+      wanted[stream] = min(
+        requests_for(missing, self._yields[stream].rate, confidence), most
       )
-      for stream, missing in lacking.items()
-    }
+    return wanted
 
   def sent(self, plan: Plan) -> None:
     """The round is on its way."""
@@ -236,9 +232,8 @@ class Scheduler:
     if self._sagc is not None:
       self._sagc.sent(step, self._batch.size)
 
-  def observe(self, groups: Sequence[Group], step: int) -> None:
-    """Takes in a round's groups, in draw order."""
-    del step
+  def observe(self, groups: Sequence[Group]) -> None:
+    """Takes in a round's groups, or some of them, in draw order."""
     batch, kinds = self._batch, ledger.kinds(groups)
     located = self._locate(groups)
     by_stream: dict[str, list[int]] = {}
@@ -326,11 +321,16 @@ class Scheduler:
       record.count(useful[stream], generated[stream])
 
   def _shares(self, lesson: Lesson) -> dict[str, float]:
-    """Of each dataset in the batch."""
+    """Of each dataset in the batch, and of each tier in its dataset."""
     counts = collections.Counter(g.request.prompt.dataset for g in lesson.groups)
-    names = dict.fromkeys(map(self._source.dataset, self._source.sizes))
-    total = len(lesson.groups)
-    return {f'share/{name}': counts[name] / total for name in names} if total else {}
+    streams = collections.Counter(stream for stream, _ in self._locate(lesson.groups))
+    found = {}
+    for stream in self._source.sizes if lesson.groups else ():
+      name = self._source.dataset(stream)
+      found[f'share/{name}'] = counts[name] / len(lesson.groups)
+      if stream != name and counts[name]:
+        found[f'tiers/share/{stream}'] = streams[stream] / counts[name]
+    return found
 
   def pending(self) -> list[dict[str, Any]]:
     """A line for each group that is still carried: what the end of a run leaves."""

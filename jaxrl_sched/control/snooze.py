@@ -166,7 +166,8 @@ class Snooze:
         next ones here, that is, if they were planned in another state.
       draws: their draw numbers, ascending. A None among them marks one that is passed
         over without a request (DPPO's prompt level): it counts as visited, its nap
-        stays as it is. None: the next numbers.
+        stays as it is, and the same peek does not meet it again in its next pass.
+        None: the next numbers.
     """
     of = self._dataset(dataset)
     ahead = of.ahead(len(picks))

@@ -29,10 +29,7 @@ class Source:
       if tiers is None
       else tiers.streams()
     )
-    if {n: len(i) for n, (_, i) in self._of.items() if i is not None} not in (
-      {},
-      snooze.sizes,
-    ):
+    if snooze.sizes.keys() != self._of.keys():
       raise ValueError(f'streams {sorted(snooze.sizes)}, expected {sorted(self._of)}')
 
   @property

@@ -138,8 +138,11 @@ class DeviceEngine:
     return [self._shape(group) for group in groups]
 
   def collect_rest(self) -> list[Group]:
-    # Nothing may stop this half-way: an update has been made already.
+    # Nothing may stop this half-way: an update has been made already. The time is that
+    # of a step whose times have been told, and whoever waits knows it.
+    kept = dict(self._times)
     groups = self._grade(while_waiting=lambda: None, enough=lambda groups: False)
+    self._times = kept
     return [self._shape(group) for group in groups]
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:

@@ -4,10 +4,10 @@
 
 Four datasets, groups of 8, everything on: snoozing, difficulty tiers, SAGC, length
 prediction, pruning of prompts and answers. Prints CPU milliseconds (median over steps)
-of `plan`, `sent`, `observe`, `take_batch` (advantages, pruning of answers) and `close`, of
-which `learn` is the controllers' part (the rest is the record); bytes a prompt; and
-seconds to write, to hash and to read the state. Exits 1 where plan + sent + observe +
-learn, memory or a time of the state is over its limit.
+of `plan`, `sent`, `observe`, `take_batch` (advantages, pruning of answers) and `close`,
+of which `learn` is the controllers' part (the rest is the record); bytes a prompt; and
+seconds to write, to hash and to read the state. Exits 1 where plan + sent + observe,
+memory or a time of the state is over its limit.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def run(scheduler: Scheduler, steps: int) -> dict[str, list[float]]:
       timed('sent', step, lambda at=plan: scheduler.sent(at))
       found = [answered(request, step) for request in plan.requests]
       groups += len(found)
-      timed('observe', step, lambda at=step, of=found: scheduler.observe(of, at))
+      timed('observe', step, lambda at=step, of=found: scheduler.observe(of))
     timed('take_batch', step, lambda at=step: scheduler.take_batch(at))
     timed('close', step, lambda at=step: scheduler.close(at))
     took.setdefault('groups', []).append(groups)
@@ -131,12 +131,12 @@ def bench(prompts: int, groups: int, steps: int, *, by_prompt: bool) -> bool:
   tracemalloc.stop()
   took = run(scheduler, steps)
   median = {name: float(np.median(values[2:])) for name, values in took.items()}
-  step_ms = sum(median[name] for name in ('plan', 'sent', 'observe', 'learn'))
+  step_ms = sum(median[name] for name in ('plan', 'sent', 'observe'))
   print(
     'sizes by prompt' if by_prompt else 'one size a step',
     f'({median["groups"]:.0f} groups):',
     ', '.join(f'{k} {v:.1f} ms' for k, v in median.items() if k != 'groups'),
-    f'| plan + sent + observe + learn {step_ms:.1f} ms |',
+    f'| plan + sent + observe {step_ms:.1f} ms |',
     f'{held / prompts:.1f} bytes a prompt',
     flush=True,
   )

@@ -209,13 +209,7 @@ def test_quotas_add_up_and_follow_the_shares(rates, groups, release):
 def test_metrics():
   t = tiers()
   run(t, range(5), groups=1)
-  assert t.metrics() == {
-    'tiers/released': 0.0,
-    'tiers/share/a/hard': 0.0,
-    'tiers/share/a/medium': 0.8,
-    'tiers/share/a/easy': 0.2,
-    'tiers/share/b/medium': 1.0,
-  }
+  assert t.metrics() == {'tiers/released': 0.0}
   run(t, [50])
   assert t.metrics()['tiers/released'] == 1.0
 

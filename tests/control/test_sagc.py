@@ -699,7 +699,7 @@ def test_bad_settings_are_refused(given, message):
 
 def test_rollouts_must_be_a_multiple_of_every_size():
   """Fault L2: a batch of 8 and groups of 3."""
-  with pytest.raises(ValueError, match=r'rollouts: 8, .*sizes \[2, 3\].* of \[3\]'):
+  with pytest.raises(ValueError, match=r'rollouts: 8 .*sizes \[2, 3\].* of \[3\]'):
     sagc.check_rollouts((2, 3), 8, 'rollouts')
   sagc.check_rollouts((2, 3), 12, 'rollouts')
   sagc.check_rollouts((2, 3), 8, 'prompts')

@@ -39,7 +39,7 @@ def play(s, outcome, step=0):
   while plan := s.plan(step):
     s.sent(plan)
     rounds.append(plan.requests)
-    s.observe([graded(r, outcome(r), version=step) for r in plan.requests], step)
+    s.observe([graded(r, outcome(r), version=step) for r in plan.requests])
   lesson = s.take_batch(step)
   metrics, lines = s.close(step)
   return rounds, lesson.groups, metrics, lines
@@ -146,7 +146,7 @@ def test_verdicts_of_other_ranges():
   plan = s.plan(0)
   s.sent(plan)
   outcomes = {0: [0.7, 0.7], 1: [0.3, 0.3 + 5e-7]}
-  s.observe([graded(r, outcomes.get(r.draw, USEFUL)) for r in plan.requests], 0)
+  s.observe([graded(r, outcomes.get(r.draw, USEFUL)) for r in plan.requests])
   s.take_batch(0)
   _, lines = s.close(0)
   reasons = [line['reason'] for line in lines if line['fate'] == 'filtered']
@@ -286,7 +286,7 @@ def test_a_shaped_reward_does_not_hide_that_a_prompt_is_solved():
   s.sent(plan)
   shaped = np.linspace(0.5, 1.0, 8).astype(np.float32)
   groups = [graded(r, [1.0] * 8, version=0) for r in plan.requests]
-  s.observe([dataclasses.replace(g, rewards=shaped) for g in groups], 0)
+  s.observe([dataclasses.replace(g, rewards=shaped) for g in groups])
   s.take_batch(0)
   metrics, _ = s.close(0)
   assert metrics['snooze/asleep/a'] == 1.0

@@ -99,7 +99,7 @@ for step in range(6):
   while plan := multihost.agree(lambda: scheduler.plan(step)):
     scheduler.sent(plan)
     groups = [test_together.answered(r, step) for r in plan.requests]
-    scheduler.observe(groups[::-1] if me and step == 5 else groups, step)
+    scheduler.observe(groups[::-1] if me and step == 5 else groups)
   scheduler.take_batch(step)
   scheduler.close(step)
   seen['states'].append(failing(alike))
