@@ -33,7 +33,7 @@ RUNS = {  # title -> variant, settings
 def train(variant: str, workdir: pathlib.Path, settings: list[str], steps: int) -> None:
   command = [sys.executable, '-m', 'jaxrl_sched.train', f'--workdir={workdir}']
   command += [f'--config=configs/ablation.py:{variant}', '--config.evaluate=None']
-  command += [f'--config.steps={steps}', *settings]
+  command += [f'--config.steps={steps}', '--config.scheduler.max_rounds=8', *settings]
   for name, every in EVERY.items():
     command.append(f'--config.prompts.datasets.{name}.options.every={every}')
   subprocess.run(command, cwd=ROOT, check=True)
