@@ -199,7 +199,7 @@ class Scheduler:
     wanted = {}
     for stream, missing in lacking.items():
       # Where streams take turns, what one lacks grows while others give small groups.
-      most = 10 * missing if self._by_prompt else batch.most[stream]
+      most = max(batch.most[stream], 10 * missing)
       wanted[stream] = min(
         requests_for(missing, self._yields[stream].rate, confidence), most
       )
