@@ -12,7 +12,8 @@ first, right now and then for the whole run, and what is learned of it holds for
 never seen. It is what still moves the held-out score from 0.87 past 0.90. By then
 dynamic sampling generates ten groups for each that it keeps; the authors of snoozing
 tell of more than six (ai21.com/blog/dynamic-data-snoozing, 2026). On the plain
-quickstart every prompt fails now and then, and snoozing gains next to nothing.
+quickstart prompts hardly come a second time, every one of them fails now and then, and
+snoozing gains next to nothing. This task was searched for, about ten having been tried.
 
 The averaging is within groups in all variants, so that only the sampling differs.
 """
