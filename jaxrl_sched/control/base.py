@@ -21,6 +21,8 @@ class Controller(Protocol):
 
 def check_state(name: str, state: dict[str, Any], own: dict[str, Any]) -> None:
   """Refuses a state whose keys are not those of `own`."""
+  if not isinstance(state, dict):
+    raise ValueError(f'state of {name}: {state!r:.60}, expected keys {sorted(own)}')
   if state.keys() != own.keys():
     raise ValueError(f'state of {name}: keys {sorted(state)}, expected {sorted(own)}')
 

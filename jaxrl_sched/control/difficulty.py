@@ -164,8 +164,11 @@ class Tiers:
     self._streams: dict[str, tuple[str, np.ndarray]] = {}
     self._of: dict[str, dict[str, str]] = {}  # dataset -> tier -> stream
     self._ranks: dict[str, _Ranks] = {}
+    self.unknown = 0  # prompts without a rate
     for name, known in rates.items():
-      found = _tiers(np.asarray(known, np.float64), low, high)
+      known = np.asarray(known, np.float64)
+      self.unknown += int(np.isnan(known).sum())
+      found = _tiers(known, low, high)
       self._of[name], self._ranks[name] = {}, _Ranks(found)
       for t, label in enumerate(TIERS):
         indices = np.flatnonzero(found == t).astype(np.int32)

@@ -213,6 +213,16 @@ def unpack(packed: dict[str, Any], prompt: Prompt, sampling: Sampling) -> Group:
       f'prompt {packed["index"]} of {packed["dataset"]!r} was {packed["prompt_id"]!r} '
       f'when this run began, now it is {prompt.id!r}'
     )
+  numbers = [packed['weight'], *packed['verdicts'], *packed['rewards']]
+  if len(packed['completions']) != len(packed['verdicts']) or not packed['verdicts']:
+    raise ValueError(
+      f'carried group of draw {packed["draw"]}: answers without verdicts'
+    )
+  if not np.isfinite(numbers).all() or packed['weight'] <= 0:
+    raise ValueError(
+      f'carried group of draw {packed["draw"]}: {numbers}, expected a '
+      'weight above 0 and finite verdicts and rewards'
+    )
   completions = tuple(
     Completion(
       draw=packed['draw'],

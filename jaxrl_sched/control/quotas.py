@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 _TIE = 1e-9  # what rounding may do to numbers that are equal on paper
+_HEAVIEST = 1e12  # a weight
 
 
 def check_weights(datasets: Mapping[str, int], weights: Mapping[str, float]) -> None:
@@ -16,8 +17,10 @@ def check_weights(datasets: Mapping[str, int], weights: Mapping[str, float]) -> 
       f'{sorted(datasets)}, and at least one'
     )
   for name, weight in weights.items():
-    if not (weight >= 0 and math.isfinite(weight)):
-      raise ValueError(f'dataset {name!r}: weight {weight}, expected 0 or more')
+    if not 0 <= weight <= _HEAVIEST:
+      raise ValueError(
+        f'dataset {name!r}: weight {weight}, expected 0 or more, at most {_HEAVIEST:g}'
+      )
   if not sum(weights.values()) > 0:
     raise ValueError('dataset weights: their sum is 0, expected something positive')
 

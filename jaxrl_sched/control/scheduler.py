@@ -9,6 +9,7 @@ import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -308,6 +309,8 @@ class Scheduler:
     metrics |= ledger.averages(batch.seen) | self._shares(lesson)
     metrics |= self._source.metrics() | self._learning.metrics(batch, lesson)
     metrics['rollout/rounds'] = batch.round
+    prompts = {group.request.prompt.id for group in lesson.groups}
+    metrics['rollout/repeats'] = len(lesson.groups) - len(prompts)
     if self._borrow:
       metrics['rollout/borrowed'] = batch.filling.borrowed
     self._batch = None
@@ -378,8 +381,8 @@ class Scheduler:
       raise ValueError(
         f'state of scheduler: version {state["version"]}, expected {VERSION}'
       )
-    check_state('scheduler.yields', state['yields'], self._yields)
-    check_state('scheduler.turns', state['turns'][0], self._turns)
+    self._source.load_state_dict(state['source'])  # says why streams are others
+    self._check_saved(state)
     for name, controller in (
       ('sagc', self._sagc),
       ('lengths', self._lengths),
@@ -391,7 +394,6 @@ class Scheduler:
       if controller is not None:
         controller.load_state_dict(state[name])
     self._draw = state['draw']
-    self._source.load_state_dict(state['source'])
     self._yields = {name: _Yield(*y) for name, y in state['yields'].items()}
     self._turns, self._turned = map(dict, state['turns'])
     self._carried = [
@@ -401,3 +403,33 @@ class Scheduler:
       for packed in state['carried']
     ]
     self._batch = None
+
+  def _check_saved(self, state: dict[str, Any]) -> None:
+    """Refuses numbers that no run would have saved."""
+
+    def need(good: bool, key: str, value: Any, expected: str) -> None:
+      if not good:
+        raise ValueError(
+          f'state of scheduler: {key} {value!r:.60}, expected {expected}'
+        )
+
+    draw, turns = state['draw'], state['turns']
+    need(type(draw) is int and draw >= 0, 'draw', draw, 'a whole number from 0')
+    check_state('scheduler.yields', state['yields'], self._yields)
+    for stream, pair in state['yields'].items():
+      good = isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))
+      need(good, f'yields.{stream}', pair, 'two numbers from 0')
+    good = isinstance(turns, list) and len(turns) == 2
+    need(good, 'turns', turns, 'counts and weights')
+    check_state('scheduler.turns', turns[0], self._turns)
+    for stream, count in turns[0].items():
+      good = type(count) is int and count >= 0
+      need(good, f'turns.{stream}', count, 'a whole number from 0')
+    weights = turns[1]
+    good = isinstance(weights, dict) and all(map(_is_count, weights.values()))
+    need(good, 'turns', weights, 'weights from 0')
+    need(isinstance(state['carried'], list), 'carried', state['carried'], 'groups')
+
+
+def _is_count(value: Any) -> bool:
+  return type(value) in (int, float) and 0 <= value < math.inf

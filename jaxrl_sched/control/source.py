@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.difficulty import Tiers
 from jaxrl_sched.control.quotas import largest_remainder
 from jaxrl_sched.control.snooze import Snooze
@@ -134,6 +135,7 @@ class Source:
     return lambda: {'snooze': snooze(), 'tiers': tiers}
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
+    check_state('source', state, {'snooze': None, 'tiers': None})
     if (state['tiers'] is None) != (self._tiers is None):
       raise ValueError(
         'difficulty tiers were '

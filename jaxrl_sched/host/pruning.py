@@ -148,6 +148,8 @@ class AnswerPruner:
       raise ValueError(f"cost: {cost!r}, expected 'length' or None")
     lengths = None if cost is None else np.ones(1)
     inclusion(np.ones(1), rule, rate, floor, lengths)  # refuses strange settings
+    if not 0 < floor <= 1:  # under any rule: it may be another's next time
+      raise ValueError(f'floor: {floor}, expected above 0, at most 1')
     self._rate, self._rule, self._floor, self._cost = rate, rule, floor, cost
     self._seed, self._ends = seed, last_step(final, steps)
 

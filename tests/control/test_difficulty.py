@@ -53,6 +53,7 @@ def test_tier_of_no_rate(rate):
 def test_streams_and_places():
   """Without a rate a prompt is medium; a tier of no prompts is no stream."""
   t = tiers()
+  assert t.unknown == 1
   found = {s: (name, list(indices)) for s, (name, indices) in t.streams().items()}
   assert found == {
     'a/hard': ('a', [0]),

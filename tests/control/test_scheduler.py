@@ -238,6 +238,59 @@ def test_strange_settings_and_state_are_refused():
     scheduler().load_state_dict({'draw': 1})
 
 
+@pytest.mark.parametrize(
+  'key, value',
+  [
+    ('draw', 'x'),
+    ('draw', -1),
+    ('version', 1),
+    ('yields', {'a': [1.0, float('nan')], 'b': [0.0, 0.0]}),
+    ('yields', {'a': [-1.0, 0.0], 'b': [0.0, 0.0]}),
+    ('yields', 3),
+    ('yields', {'a': [0.0, 0.0]}),
+    ('turns', [{'a': 0, 'b': 0}]),
+    ('turns', [{'a': 0.5, 'b': 0}, {}]),
+    ('turns', [{'a': 0, 'b': 0}, {'a': float('nan')}]),
+    ('sagc', {}),
+    ('source', None),
+    ('source', {'snooze': {'place': 3}, 'tiers': None}),
+    ('carried', None),
+  ],
+)
+def test_a_strange_state_is_refused(key, value):
+  state = scheduler().state_dict()
+  scheduler().load_state_dict(state)
+  with pytest.raises(ValueError, match='expected|began'):
+    scheduler().load_state_dict(state | {key: value})
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'weight': float('nan')},
+    {'weight': -1.0},
+    {'verdicts': [float('nan')] * 2},
+    {'verdicts': []},
+    {'completions': []},
+    {'prompt_id': 'a/none'},
+  ],
+)
+def test_a_strange_carried_group_is_refused(change):
+  s = scheduler(sizes={'a': 50}, groups_per_step=2, max_rounds=1)
+  play(s, lambda r: USEFUL)
+  state = s.state_dict()
+  state['carried'][0] |= change
+  with pytest.raises(ValueError, match='carried group|when this run began'):
+    scheduler(sizes={'a': 50}).load_state_dict(state)
+
+
+def test_a_prompt_twice_in_a_batch_is_counted():
+  """2.10, test 10: three prompts for a batch of four."""
+  s = scheduler(sizes={'a': 3}, groups_per_step=4, dynamic_sampling=False)
+  _, _, metrics, _ = play(s, lambda r: HARD)
+  assert metrics['rollout/repeats'] == 1
+
+
 # --- snoozing (its own promises are in test_snooze.py) -------------------------------
 
 
