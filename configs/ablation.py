@@ -2,7 +2,7 @@
 
     bash launch/ablation.sh
 
-`configs/ablation.py:VARIANT` is one of VARIANTS; run it from the root of the repository.
+`configs/ablation.py:VARIANT` is one of VARIANTS.
 
 The task is the same for all variants, and a fair case of what snoozing is for: prompts
 whose difficulty training does not level. Most are the quickstart's rows of numbers,
@@ -19,11 +19,18 @@ The averaging is within groups in all variants, so that only the sampling differ
 """
 
 import math
+import pathlib
+import sys
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from jaxrl_sched.host import tasks
+
+# The datasets name `configs.ablation:Rows`: it is to be found from any folder.
+ROOT = str(pathlib.Path(__file__).resolve().parents[1])
+if ROOT not in sys.path:
+  sys.path.append(ROOT)
 
 EVERY = 8  # one prompt in so many is long
 LONG = (8, 10)  # numbers in a long row

@@ -107,7 +107,7 @@ def _check_controllers(c: dict[str, Any], need: Callable) -> None:
     expected = f'one of config.sagc.sizes={list(sizes)}, as it is the first size'
     need(group in sizes, 'scheduler.group_size', group, expected)
   if by_prompt:
-    expected = 'a block (it may be empty), as sagc.prompt_aware is on'
+    expected = 'a block (--config.lengths={}), as sagc.prompt_aware is on'
     need(c['lengths'] is not None, 'lengths', None, expected)
     need(scheduler['quotas'], 'scheduler.quotas', False, 'True with sagc.prompt_aware')
     borrow = scheduler['borrow']
@@ -126,7 +126,7 @@ def _check_controllers(c: dict[str, Any], need: Callable) -> None:
       check_rate(key, c[name]['rate'], allow_high_rate=high)
   if c['prune_prompts'] is not None:
     regime, expected = c['prune_prompts']['regime'], "'fill' with dynamic sampling"
-    good = regime == 'fill' or not dynamic
+    good = regime in (None, 'fill') or not dynamic
     need(good, 'prune_prompts.regime', regime, expected)
   every = c['checkpoint']['compare_every']
   need(every >= 1, 'checkpoint.compare_every', every, 'at least 1')

@@ -117,6 +117,8 @@ class Console:
       parts.append(f'reward {values["reward/mean"]:.3f}')
     if 'pass_rate' in values:
       parts.append(f'pass rate {values["pass_rate"]:.3f}')
+    if values.get('update/skipped') == 1:
+      parts.append(f'no update: {_why_not(values)}')
     if held_out is not None:
       parts.append(f'held-out {held_out:.3f}')
     if seconds:
@@ -132,6 +134,14 @@ class Console:
         left += (due + 1) * self._evaluation_s
       parts.append(f'{duration(left)} left')
     return parts
+
+
+def _why_not(values: dict[str, Any]) -> str:
+  """Why a step had nothing to learn from."""
+  generated = values.get('rollout/groups_generated')
+  if generated and values.get('rollout/groups_filtered') == generated:
+    return 'no group with spread'
+  return 'nothing to train on'
 
 
 def duration(seconds: float) -> str:

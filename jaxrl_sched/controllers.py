@@ -26,7 +26,7 @@ class PrunePrompts:
   """DPPO before answers are sampled; see `PromptPruner`."""
 
   rate: float = 0.5
-  regime: str = 'fixed_candidates'
+  regime: str | None = None  # 'fill' with dynamic sampling, else 'fixed_candidates'
   draw: str = 'fixed'
   final: float = 0.125
   blend: float = 1.0
@@ -69,6 +69,7 @@ def make_scheduler(
     )
     sizes = {stream: len(indices) for stream, (_, indices) in tiers.streams().items()}
     weights = tiers.weights(0)
+    _say_unknown(tiers.unknown, sum(prompts.sizes.values()))
   # A factor of 0 is a sleep of no pass: plain dynamic sampling.
   snooze = Snooze(sizes, weights, seed=c['seed'], **c['snooze'] or {'factor': 0.0})
   if c['lengths'] is not None:
@@ -91,17 +92,28 @@ def make_scheduler(
   )
 
 
+def _say_unknown(unknown: int, prompts: int) -> None:
+  if unknown:
+    print(
+      f'tiers: {prompts - unknown} of {prompts} prompts are in the table, the others '
+      'count as medium'
+    )
+
+
 def _prompt_pruner(c: dict[str, Any], sizes: dict[str, int]) -> PromptPruner | None:
   if c['prune_prompts'] is None:
     return None
   block = {k: v for k, v in c['prune_prompts'].items() if k != 'allow_high_rate'}
+  dynamic = c['scheduler']['dynamic_sampling']
+  if block['regime'] is None:
+    block['regime'] = 'fill' if dynamic else 'fixed_candidates'
   with named('config.prune_prompts.'):
     return PromptPruner(
       sizes,
       steps=c['steps'],
       seed=c['seed'],
       unit=1.0 if c['advantage']['divide_by_std'] else 0.5,
-      dynamic_sampling=c['scheduler']['dynamic_sampling'],
+      dynamic_sampling=dynamic,
       **block,
     )
 

@@ -79,7 +79,7 @@ _SECTIONS = {
       {'rollout/truncated': 'truncated'},
     ),
     Panel('Fate of groups', 'groups a step', {'fate/*': '*'}, stacked=True),
-    Panel('Datasets', 'share of the groups drawn', {'share/*': '*'}, stacked=True),
+    Panel('Datasets', 'share of the groups trained on', {'share/*': '*'}, stacked=True),
     Panel('Speed', 'tokens generated a second of the step', {'speed': 'tokens/s'}),
     Panel(
       'Time',
@@ -103,7 +103,7 @@ _SECTIONS = {
       unit_range=True,
     ),
     Panel('Price of a straggler', 'lambda', {'sagc/lambda': 'lambda'}),
-    Panel('Asleep', 'prompts, by dataset', {'snooze/asleep/*': '*'}),
+    Panel('Asleep', 'share of prompts, by dataset', {'snooze/asleep/*': '*'}),
     Panel(
       'Lengths foreseen',
       'rank correlation; share of groups under the predicted bound',
@@ -200,14 +200,21 @@ def _fates(path: pathlib.Path) -> plots.Curves:
 
 
 def _matching(columns: plots.Curves, keys: dict[str, str]) -> plots.Curves:
-  """The columns of the keys that were logged, by label."""
+  """The columns of the keys that were logged, by label; group sizes ascend."""
   found = {}
   for pattern, label in keys.items():
     regex = re.compile(re.escape(pattern).replace(r'\*', '(.+)'))
-    for key, column in columns.items():
+    for key in sorted(columns, key=_size):  # others stay in their order
       if match := regex.fullmatch(key):
-        found[label.replace('*', match[1]) if '*' in label else label] = column
+        text = label.replace('*', match[1]) if '*' in label else label
+        found[text] = columns[key]
   return found
+
+
+def _size(key: str) -> int:
+  """The group size that a key ends in; 0: in none."""
+  last = key.rpartition('/')[2]
+  return int(last) if last.isdecimal() else 0
 
 
 def _figure(panel: Panel, columns: plots.Curves) -> str:

@@ -108,7 +108,10 @@ def keywords(
     given: parameters of `names` that are not for the config.
   """
   if not isinstance(block, dict):
-    raise ValueError(f'{where}: {block!r}, expected a block of keys')
+    raise ValueError(
+      f'{where}: {block!r}, expected a block of keys, such as --{where}={{}} or '
+      f'--{where}.KEY=VALUE'
+    )
   signature = inspect.signature(names)
   hints = typing.get_type_hints(names.__init__ if inspect.isclass(names) else names)
   known = [p for p in signature.parameters if p not in given]
@@ -133,7 +136,7 @@ def typed(where: str, value: Any, kind: Any) -> Any:
   options = typing.get_args(kind) if _is_union(kind) else (kind,)
   for option in options:
     if option is Unbounded:
-      if value in ('inf', math.inf):
+      if value in ('inf', 'math.inf', math.inf):
         return math.inf
       option = float
     plain = typing.get_origin(option) or option
@@ -155,10 +158,14 @@ def typed(where: str, value: Any, kind: Any) -> Any:
       return value
     elif not isinstance(plain, type):
       return value
-  wanted = ' or '.join(
-    'None' if o is type(None) else getattr(o, '__name__', str(o)) for o in options
-  )
+  wanted = ' or '.join(_spoken(option) for option in options)
   raise ValueError(f'{where}: {value!r}, expected {wanted}')
+
+
+def _spoken(kind: Any) -> str:
+  if kind is Unbounded:
+    return 'a number, or inf'
+  return 'None' if kind is type(None) else getattr(kind, '__name__', str(kind))
 
 
 def _is_union(kind: Any) -> bool:

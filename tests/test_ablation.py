@@ -1,14 +1,17 @@
 """How the ablation computes, on examples that paper settles."""
 
+import json
 import math
 import pathlib
 import re
+import sys
 
 from bench import gains
 import numpy as np
 import pytest
 
 from jaxrl_sched import settings
+from jaxrl_sched.device.sources import open_source
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 TOKENS = np.array([0.0, 100.0, 200.0, 400.0])
@@ -98,9 +101,22 @@ def test_the_last_half_begins_in_the_middle():
   assert found.event_curve().tolist() == [0.9, 0.7, 0.7, 0.2]
 
 
+def test_a_run_is_complete_with_the_line_after_its_last_step(tmp_path):
+  def complete(*steps):
+    lines = ''.join(json.dumps({'step': step}) + '\n' for step in steps)
+    (tmp_path / 'metrics.jsonl').write_text(lines)
+    return gains.complete(tmp_path)
+
+  assert not gains.complete(tmp_path)
+  assert not complete(0, 1, 2)  # no config.json
+  (tmp_path / 'config.json').write_text('{"steps": 2}')
+  assert [complete(), complete(0, 1), complete(0, 1, 2)] == [False, False, True]
+  assert not gains.complete(tmp_path, steps=3)  # is to go on
+
+
 @pytest.fixture
 def config(monkeypatch):
-  """configs/ablation.py as a dataset's source imports it: from the repository's root."""
+  """configs/ablation.py as a dataset's source imports it."""
   monkeypatch.syspath_prepend(str(CONFIGS.parent))
   from configs import ablation
 
@@ -136,6 +152,7 @@ def test_variants_differ_in_what_is_sampled_and_not_in_the_task(config):
   made = {
     name: settings.load(f'{CONFIGS / "ablation.py"}:{name}') for name in config.VARIANTS
   }
+  assert made['all']['learner'].pop('share_prompt')  # packing: the same gradient
   sampling = {'snooze', 'sagc', 'lengths', 'prune_answers', 'prune_prompts'}
   for name, c in made.items():
     scheduler = c['scheduler']
@@ -145,3 +162,14 @@ def test_variants_differ_in_what_is_sampled_and_not_in_the_task(config):
     )
   assert sampling & made['dapo'].keys() == set()
   assert made['filtering']['snooze']['factor'] == math.inf
+
+
+def test_its_rows_are_found_from_any_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  elsewhere = [p for p in sys.path if pathlib.Path(p).resolve() != CONFIGS.parent]
+  monkeypatch.setattr(sys, 'path', elsewhere)
+  for name in ('configs', 'configs.ablation'):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+  c = settings.load(str(CONFIGS / 'ablation.py'))
+  for dataset in c['prompts']['datasets'].values():
+    assert len(open_source(dataset['source'], dataset['options'], root='.')) == 336

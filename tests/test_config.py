@@ -41,6 +41,13 @@ def prepared(*overrides):
     ('seed=None', 'config.seed: None, expected int'),
     ('optimizer.learning_rate=nan', "learning_rate: 'nan', expected float"),
     ('optimizer=5', 'config.optimizer: 5, expected a block'),
+    (
+      'snooze=on',
+      "config.snooze: 'on', expected a block of keys, such as --config.snooze={} or "
+      '--config.snooze.KEY=VALUE',
+    ),
+    ('snooze=True', 'config.snooze: True, expected a block of keys, such as --config.'),
+    ('snooze.factor=five', "snooze.factor: 'five', expected a number, or inf"),
     # Numbers that cannot be.
     ('scheduler.group_size=1', 'config.scheduler.group_size: 1, expected at least 2'),
     ('sampling.max_new_tokens=0', 'max_new_tokens: 0, expected at least 1'),
@@ -369,11 +376,14 @@ def test_no_number_is_named(tmp_path):
     config.read(str(file))
 
 
-@pytest.mark.parametrize('said', ['inf', 'math.inf'])
-def test_filtering_is_an_infinite_factor(said, tmp_path):
+@pytest.mark.parametrize(
+  'place, said',
+  [('command line', 'inf'), ('command line', 'math.inf'), ('file', 'math.inf')],
+)
+def test_filtering_is_an_infinite_factor(place, said, tmp_path):
   """In a file, on the command line and through a workdir; JSON knows no infinity."""
-  if said == 'inf':
-    c = config.read(SMOKE, [('snooze.factor', 'inf')])
+  if place == 'command line':
+    c = config.read(SMOKE, [('snooze.factor', said)])
   else:
     file = tmp_path / 'filtering.py'
     file.write_text(
@@ -382,7 +392,7 @@ def test_filtering_is_an_infinite_factor(said, tmp_path):
       'import smoke\n'
       'def get_config():\n'
       '  c = smoke.get_config()\n'
-      '  c.snooze = dict(factor=math.inf)\n'
+      f'  c.snooze = dict(factor={said})\n'
       '  return c\n'
     )
     c = config.read(str(file))
@@ -417,7 +427,7 @@ BY_PROMPT = (SIZES, 'sagc.prompt_aware=True', 'loss.averaging=group')
       'config.scheduler.group_size: 4, expected one of config.sagc.sizes=[2, 8]',
     ),
     (['sagc.sizes=(4, 16)'], 'weight 1.0 gives it none of 1 groups a step'),
-    (BY_PROMPT, 'config.lengths: None, expected a block (it may be empty), as sagc'),
+    (BY_PROMPT, 'config.lengths: None, expected a block (--config.lengths={}), as sa'),
     (
       [SIZES, 'sagc.prompt_aware=True', 'lengths={}'],
       "config.loss.averaging: 'token', expected 'group' (a mean over the tokens of each "
@@ -437,7 +447,7 @@ BY_PROMPT = (SIZES, 'sagc.prompt_aware=True', 'loss.averaging=group')
       "group), 'sequence' or 'constant' with prune_prompts",
     ),
     (
-      ['prune_prompts.rate=0.5', 'loss.averaging=group'],
+      ['prune_prompts.regime=fixed_candidates', 'loss.averaging=group'],
       "config.prune_prompts.regime: 'fixed_candidates', expected 'fill' with dynamic",
     ),
     (
@@ -488,6 +498,27 @@ def test_weights_of_nothing_are_refused():
 
 def test_a_high_rate_is_taken_where_it_is_asked_for():
   prepared('prune_answers.rate=0.8', 'prune_answers.allow_high_rate=True')
+
+
+@pytest.mark.parametrize('dynamic, fills', [('True', True), ('False', False)])
+def test_the_regime_of_pruning_hangs_on_dynamic_sampling_unless_said(dynamic, fills):
+  common = [f'scheduler.dynamic_sampling={dynamic}', 'loss.averaging=group']
+  if dynamic == 'False':
+    common.append('snooze=None')
+  pruned = prepared(*common, 'prune_prompts={}')
+  assert pruned.scheduler._pruner.fills == fills
+  assert pruned.c['prune_prompts']['regime'] is None
+
+
+def test_a_table_that_speaks_of_some_prompts_only_is_said_to(tmp_path, capsys):
+  file = tmp_path / 'difficulty.jsonl'
+  ids = [key for keys in prepared().prompts.ids().values() for key in keys]
+  lines = [json.dumps({'id': key, 'pass_rate': 0.5}) + '\n' for key in ids]
+  said = f'tiers: 3 of {len(ids)} prompts are in the table, the others count as medium'
+  for part, told in ((lines[:3], f'{said}\n'), (lines, '')):
+    file.write_text(''.join(part))
+    prepared(f'tiers.table={file}')
+    assert capsys.readouterr().out == told
 
 
 def test_a_table_of_pass_rates_makes_tiers(tmp_path):

@@ -62,6 +62,22 @@ def test_a_terminal_has_one_live_line_and_the_final_evaluation_its_own(
   assert screen(shown) == [last, 'final evaluation | held-out 0.875', '']
 
 
+@pytest.mark.parametrize(
+  'skipped, filtered, told',
+  [
+    (0.0, 4, ''),
+    (1.0, 4, ' | no update: no group with spread'),
+    (1.0, 3, ' | no update: nothing to train on'),  # one was left out for its length
+  ],
+)
+def test_a_step_without_an_update_says_why(skipped, filtered, told):
+  stream = io.StringIO()
+  groups = {'rollout/groups_generated': 4, 'rollout/groups_filtered': filtered}
+  Console(1, stream).step(0, STEP | groups | {'update/skipped': skipped}, None)
+  step = f'step 1/1 | reward 0.500 | pass rate 0.250{told}'
+  assert stream.getvalue() == f'{step}\n'
+
+
 @pytest.mark.parametrize('stream', [Terminal, io.StringIO])
 def test_without_evaluation_the_last_steps_line_stays(tmp_path, monkeypatch, stream):
   stream = stream()

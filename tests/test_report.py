@@ -148,6 +148,15 @@ def test_the_newest_samples_are_shown(tmp_path):
   assert len(page) < 150_000  # long texts are cut
 
 
+def test_sizes_ascend_and_shares_are_said_to_be_of_what(tmp_path):
+  line = {f'sagc/p/{size}': 0.5 for size in (16, 4, 8)}
+  line |= {'share/sums': 1.0, 'snooze/asleep/sums': 0.5}
+  seen = words(fill(tmp_path, [full_line(0) | line]))
+  assert 'size 4 0.5 size 8 0.5 size 16 0.5' in seen
+  assert 'Datasets share of the groups trained on' in seen
+  assert 'Asleep share of prompts, by dataset' in seen
+
+
 def test_config_blocks_are_shown_whole(tmp_path):
   config = {'seed': 3, 'loss': {'kind': 'dapo', 'deep': {'er': [1, 2]}, 'cap': None}}
   seen = words(fill(tmp_path, [full_line(0)], config=config))

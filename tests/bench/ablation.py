@@ -11,15 +11,12 @@ Every number is a mean over seeds, with the smallest and largest in brackets.
 """
 
 import argparse
-import json
 import pathlib
 import subprocess
 import sys
 
-from gains import Run, X, gain, read
+from gains import Run, X, complete, gain, read
 import numpy as np
-
-from jaxrl_sched.metrics import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -27,18 +24,11 @@ sys.path.insert(0, str(ROOT))
 from configs.ablation import SAGC, VARIANTS  # noqa: E402
 
 BASE, GOAL = 'dapo', 0.90
+OVER = 5  # steps that a point of the figure's bottom row is the mean of
+EVENT = f'groups with an answer above {SAGC["tau"]:g} medians'  # stragglers
 Runs = dict[str, dict[int, Run]]  # variant -> seed -> run
 
 # --- running ----------------------------------------------------------------------
-
-
-def complete(workdir: pathlib.Path) -> bool:
-  """Whether the line of the final evaluation is there."""
-  file, settings = workdir / 'metrics.jsonl', workdir / 'config.json'
-  if not file.exists() or not settings.exists():
-    return False
-  last = max((line['step'] for line in read_jsonl(file)), default=-1)
-  return last == json.loads(settings.read_text())['steps']
 
 
 def train(variant: str, workdir: pathlib.Path, seed: int) -> bool:
@@ -95,8 +85,8 @@ def report(runs: Runs) -> str:
   sampled = {
     'rollouts a step': of(lambda r: r.answers['generated'] / len(r.groups), 0),
     'groups a step, last half': of(lambda r: r.late_groups(), 0),
-    'event rate': of(lambda r: r.event_rate(), 3),
-    'last half': of(lambda r: r.event_rate(late=True), 3),
+    f'share of {EVENT}': of(lambda r: r.event_rate(), 3),
+    'the same, last half': of(lambda r: r.event_rate(late=True), 3),
     'trained / generated answers': of(
       lambda r: r.answers['trained'] / r.answers['generated'], 3
     ),
@@ -107,8 +97,7 @@ def report(runs: Runs) -> str:
     f'Mean [smallest, largest] of {max(map(len, runs.values()))} seeds.',
     f'To {GOAL:.2f} held-out; seconds are without evaluating, saving and compiling.',
     columns(cost),
-    'What was sampled. A straggling group has an answer of more than '
-    f'{SAGC["tau"]} medians.',
+    "What was sampled. Medians are of the group's answers, in tokens.",
     columns(sampled),
   ]
   if BASE in runs:
@@ -194,7 +183,7 @@ def check(runs: Runs) -> list[str]:
       0.01,
     ),
     say(
-      f"sagc: its event rate's distance from {delta}",
+      f'sagc: share of {EVENT}: distance from {delta}',
       ('sagc',),
       lambda: abs(mean('sagc', Run.event_rate) - delta),
       0.05,
@@ -254,19 +243,22 @@ def draw(runs: Runs, file: pathlib.Path) -> None:
     axis.axhline(GOAL, color='grey', linewidth=0.8, linestyle=':')
     # What comes before is the same for all: solving the short rows.
     axis.set(xlabel=x, ylabel='held-out pass rate', ylim=(0.8, None))
-  axes[1, 0].set(xlabel='step', ylabel='groups generated a step', yscale='log')
+  axes[1, 0].set(xlabel='step', yscale='log')
+  axes[1, 0].set_ylabel('groups generated a step (log scale)')
   axes[1, 1].set(xlabel='step', ylabel='answers a generated group', ylim=(0, None))
   axes[1, 2].axhline(SAGC['delta'], color='grey', linewidth=0.8, linestyle=':')
-  axes[1, 2].set(xlabel='step', ylabel='event rate')
+  axes[1, 2].set(xlabel='step', ylabel=f'share of {EVENT}')
   for axis in axes.flat:
     axis.grid(alpha=0.3)
   handles, labels = axes[0, 0].get_legend_handles_labels()
   figure.legend(handles, labels, ncols=11, loc='lower center', frameon=False)
-  figure.tight_layout(rect=(0, 0.04, 1, 1))
+  note = f'bottom row: means over the {OVER} steps up to each'
+  figure.text(0.99, 0.04, note, ha='right', color='grey')
+  figure.tight_layout(rect=(0, 0.06, 1, 1))
   figure.savefig(file, dpi=120)
 
 
-def running_mean(y: X, over: int = 5) -> X:
+def running_mean(y: X, over: int = OVER) -> X:
   """Of the `over` steps up to each, as far as there are numbers."""
   return np.array(
     [np.ma.masked_invalid(y[max(i - over, 0) : i]).mean() for i in range(1, len(y) + 1)]

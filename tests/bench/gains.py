@@ -61,6 +61,16 @@ def without_compiling(seconds: X, compiled: X) -> X:
 # --- a run ------------------------------------------------------------------------
 
 
+def complete(workdir: pathlib.Path, steps: int | None = None) -> bool:
+  """Whether the line after the last step is there; `steps`: None is the config's."""
+  file, settings = workdir / 'metrics.jsonl', workdir / 'config.json'
+  if not file.exists() or not settings.exists():
+    return False
+  if steps is None:
+    steps = json.loads(settings.read_text())['steps']
+  return max((line['step'] for line in read_jsonl(file)), default=-1) == steps
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
   """Of one seed. E evaluations, N steps; what comes before an evaluation counts in it."""

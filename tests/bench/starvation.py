@@ -4,9 +4,11 @@
 
 Two datasets of equal weight and different difficulty, made of configs/ablation.py: half
 of `sums` are long rows, which stay hard, and one in 24 of `last_digits`. (a) filters
-what is solved for good and fills the batch with whatever is left; (b) lets it sleep for
-five passes and keeps the quotas. After AI21's post on snoozing (2026). The figure, for
-which matplotlib is needed, shows whose groups the batches are made of.
+what is solved for good and fills the batch with whatever is left; (b) filters too, and
+keeps the quotas; (c) keeps them, and lets what is solved sleep for five passes. After
+AI21's post on snoozing (2026). The figure, for which matplotlib is needed, shows whose
+groups the batches are made of: faint lines single steps, bold means of 5. What is
+complete in OUT is not run again.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import pathlib
 import subprocess
 import sys
 
+from gains import complete
 import numpy as np
 
 from jaxrl_sched.metrics import read_jsonl
@@ -21,16 +24,20 @@ from jaxrl_sched.metrics import read_jsonl
 ROOT = pathlib.Path(__file__).parents[2]
 OVER = 5  # steps that a point of the figure is the mean of
 EVERY = {'sums': 2, 'last_digits': 24}  # one row in so many is long
-RUNS = {  # title -> variant, settings
+RUNS = {  # title -> folder, variant, settings
   '(a) filtered for good, no quotas': (
+    'filtering',
     'filtering',
     ['--config.scheduler.quotas=False'],
   ),
-  '(b) snoozed for 5 passes, quotas': ('snoozing', []),
+  '(b) filtered for good, quotas': ('filtering_quotas', 'filtering', []),
+  '(c) snoozed for 5 passes, quotas': ('snoozing', 'snoozing', []),
 }
 
 
 def train(variant: str, workdir: pathlib.Path, settings: list[str], steps: int) -> None:
+  if complete(workdir, steps):
+    return
   command = [sys.executable, '-m', 'jaxrl_sched.train', f'--workdir={workdir}']
   command += [f'--config=configs/ablation.py:{variant}', '--config.evaluate=None']
   command += [f'--config.steps={steps}', '--config.scheduler.max_rounds=8', *settings]
@@ -57,7 +64,7 @@ def draw(workdirs: dict[str, pathlib.Path], file: pathlib.Path) -> None:
   from matplotlib import pyplot
 
   figure, axes = pyplot.subplots(
-    1, len(workdirs), figsize=(9, 3.2), sharey=True, layout='constrained'
+    1, len(workdirs), figsize=(13, 3.2), sharey=True, layout='constrained'
   )
   for axis, (title, workdir) in zip(axes, workdirs.items(), strict=True):
     steps, by_name = shares(workdir)
@@ -83,8 +90,8 @@ def main() -> int:
   )
   arguments = parser.parse_args()
   workdirs = {}
-  for title, (variant, settings) in RUNS.items():
-    workdirs[title] = arguments.out.resolve() / variant
+  for title, (folder, variant, settings) in RUNS.items():
+    workdirs[title] = arguments.out.resolve() / folder
     train(variant, workdirs[title], settings, arguments.steps)
     steps, by_name = shares(workdirs[title])
     late = steps >= arguments.steps // 2
