@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,11 @@ def make_scheduler(
   if c['lengths'] is not None:
     limit = sampling.max_new_tokens
     lengths = LengthPredictor(prompts.sizes, limit=limit, **c['lengths'])
+  source = Source(snooze, tiers)
+  for step in (0, c['steps']):  # before hard prompts are released, and after
+    _check_pools(source, step, most, quotas=s['quotas'])
   return Scheduler(
-    Source(snooze, tiers),
+    source,
     prompts.get,
     sampling,
     overlong_filter=c['loss']['overlong_filter'],
@@ -90,6 +94,24 @@ def make_scheduler(
     and not c['advantage']['divide_by_std'],
     **s,
   )
+
+
+def _check_pools(source: Source, step: int, most: int, *, quotas: bool) -> None:
+  """What may be drawn in a step is to be enough for a batch of `most` groups."""
+  weights = source.weights(step)
+  live = {stream: source.sizes[stream] for stream, w in weights.items() if w > 0}
+  if not quotas and sum(live.values()) < most:
+    raise ValueError(
+      f'prompts: {sum(live.values())} may be drawn at step {step}, expected at least '
+      f'the {most} of one batch'
+    )
+  for stream, size in live.items() if quotas else ():
+    share = most * weights[stream] / sum(weights.values())
+    if math.floor(share + 1e-9) > size:
+      raise ValueError(
+        f'{stream!r}: {size} prompts may be drawn at step {step}, expected at least its '
+        f'share of a batch of {most} groups, {share:g}'
+      )
 
 
 def _say_unknown(unknown: int, prompts: int) -> None:

@@ -491,6 +491,44 @@ def test_bad_controllers_are_refused(overrides, message):
   refused(message, *overrides)
 
 
+@pytest.mark.parametrize(
+  'overrides, message',
+  [
+    (
+      ['scheduler.quotas=False', 'scheduler.groups_per_step=200'],
+      'prompts: 128 may be drawn at step 0, expected at least the 200 of one batch',
+    ),
+    (
+      [*BY_PROMPT, 'lengths={}', 'scheduler.groups_per_step=128'],
+      "'last_digits': 64 prompts may be drawn at step 0, expected at least its share of "
+      'a batch of 256 groups, 128',
+    ),
+  ],
+)
+def test_a_batch_that_prompts_are_too_few_for_is_refused(overrides, message):
+  """F4, where sizes of groups or streams vary."""
+  refused(message, *overrides)
+
+
+def test_a_batch_that_live_tiers_are_too_few_for_is_refused(tmp_path):
+  """60 of 64 prompts wait until half of the steps: 4 are too few for 8 of a batch."""
+  ids = list(prepared().prompts.ids()['sums'])
+  file = tmp_path / 'difficulty.jsonl'
+  file.write_text(
+    '\n'.join(
+      json.dumps({'id': key, 'pass_rate': 0.0 if i < 60 else 0.5})
+      for i, key in enumerate(ids)
+    )
+  )
+  prepared(f'tiers.table={file}', 'scheduler.groups_per_step=8')
+  refused(
+    "'sums/medium': 4 prompts may be drawn at step 0, expected at least its share of a "
+    'batch of 16 groups, 8',
+    f'tiers.table={file}',
+    'scheduler.groups_per_step=16',
+  )
+
+
 def test_weights_of_nothing_are_refused():
   overrides = [f'prompts.datasets.{name}.weight=0' for name in ('sums', 'last_digits')]
   refused('weight', *overrides)
