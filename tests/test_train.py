@@ -176,6 +176,34 @@ def test_killed_at_three_instants_a_run_writes_the_same(undisturbed, tmp_path):
     assert lines(tmp_path, name) == lines(workdir, name)
 
 
+def test_verifiers_that_are_slow_now_and_then_change_nothing(undisturbed, tmp_path):
+  """E6: an update does not wait for grades of surplus, and yet the run is the same."""
+  (tmp_path / 'slow_verifier.py').write_text(
+    'import time\n'
+    'from jaxrl_sched.host.rewards import REWARDS\n'
+    'def slow(text, prompt):\n'
+    '  if prompt.index % 4 == 1:\n'
+    '    time.sleep(0.4)\n'
+    "  return REWARDS['final_number'](text, prompt)\n"
+  )
+  slow = [
+    f'--config.prompts.datasets.{name}.reward=slow_verifier:slow'
+    for name in ('sums', 'last_digits')
+  ]
+  process = subprocess.Popen(
+    command(tmp_path / 'run', *slow),
+    cwd=ROOT,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    env=os.environ | {'PYTHONPATH': str(tmp_path)},
+  )
+  finish(process)
+  workdir, _ = undisturbed
+  for name in ('metrics.jsonl', 'rollouts.jsonl', 'samples.jsonl'):
+    assert lines(tmp_path / 'run', name) == lines(workdir, name), name
+
+
 def test_eight_devices_decide_and_learn_like_one(undisturbed, tmp_path):
   """Sampler, learner and optimizer cut over data, fsdp and model."""
   process = subprocess.Popen(

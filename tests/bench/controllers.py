@@ -42,7 +42,7 @@ class Limits:
 
 
 SNOOZE = Limits(step_ms=10, bytes_a_prompt=48, state_s=1)
-TOGETHER = Limits(step_ms=12, bytes_a_prompt=64, state_s=2)
+TOGETHER = Limits(step_ms=15, bytes_a_prompt=64, state_s=2)
 
 
 def seconds(do: Callable[[], object]) -> float:
