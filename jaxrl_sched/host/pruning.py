@@ -14,28 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.host.scores import MARGIN, Scores
+from jaxrl_sched.host import pruning_rules as rules
+from jaxrl_sched.host.pruning_rules import chances, drop, last_step, useful_rate
+from jaxrl_sched.host.scores import Scores
 
-RULES = ('fixed', 'coins', 'balanced')
+# These are names of this module too.
+FLOOR, RULES = rules.FLOOR, rules.RULES
+check_rate = rules.check_rate
+inclusion = rules.inclusion
+systematic = rules.systematic
+
 REGIMES = ('fixed_candidates', 'fill')
-FLOOR = 0.1  # of an answer's chance under 'balanced'; it bounds the weights
-HIGH_RATE = 0.7  # variance is called bounded up to here
-
 # Purposes of random numbers: default_rng((seed, purpose, ...)).
 ANSWERS, PROMPTS = 41, 42
 
 STATE_VERSION = 1
-
-
-def check_rate(name: str, rate: float, *, allow_high_rate: bool = False) -> None:
-  """Refuses a pruning rate of the config that is impossible, or high unasked."""
-  if not 0 <= rate < 1:
-    raise ValueError(f'{name}: {rate}, expected 0 to below 1')
-  if rate > HIGH_RATE and not allow_high_rate:
-    raise ValueError(
-      f'{name}: {rate}, expected at most {HIGH_RATE}, above which the variance grows '
-      'fast; or allow_high_rate=True'
-    )
 
 
 # --- answers ---------------------------------------------------------------------
@@ -69,59 +62,8 @@ def prune_answers(
   if rule == 'balanced':
     keep = systematic(pi, rng.permutation(pi.size), rng.random())
   else:
-    keep = _drop(_low(np.abs(advantages)), rate, rule, rng)
+    keep = drop(rules.below_mean(np.abs(advantages)), rate, rule, rng)
   return keep, np.where(keep, 1 / pi, 0.0)
-
-
-def inclusion(
-  advantages: np.ndarray,  # [G]
-  rule: str = 'fixed',
-  rate: float = 0.5,
-  floor: float = FLOOR,
-  cost: np.ndarray | None = None,  # [G]
-) -> np.ndarray:  # [G] float64, in (0, 1]
-  """The chance of each answer to be kept.
-
-  Under `balanced` it is |advantage| / sqrt(cost) over the largest of these, and
-  `floor` at least. Where all advantages are 0 nothing tells answers apart, and all
-  are kept under every rule.
-  """
-  size = np.abs(np.asarray(advantages, np.float64))
-  if size.ndim != 1 or size.size == 0 or not np.isfinite(size).all():
-    raise ValueError(f'advantages: expected finite numbers [G], got {advantages}')
-  if rule not in RULES:
-    raise ValueError(f'rule: {rule!r}, expected one of {", ".join(RULES)}')
-  check_rate('rate', rate, allow_high_rate=True)
-  if rule != 'balanced':
-    if cost is not None:
-      raise ValueError(f"cost: has no say in rule {rule!r}, expected rule 'balanced'")
-    return _chance(_low(size), rate, rule)
-  if not 0 < floor <= 1:
-    raise ValueError(f'floor: {floor}, expected above 0, at most 1')
-  if size.max() <= MARGIN:
-    return np.ones(size.shape)
-  if cost is not None:
-    cost = np.asarray(cost, np.float64)
-    if cost.shape != size.shape or not (np.isfinite(cost) & (cost > 0)).all():
-      raise ValueError(f'cost: expected {size.size} numbers above 0, got {cost}')
-    size = size / np.sqrt(cost)
-  return np.maximum(floor, size / size.max())
-
-
-def systematic(pi: np.ndarray, order: np.ndarray, u: float) -> np.ndarray:  # [G] bool
-  """A random sample in which i has exactly the chance pi[i].
-
-  In this order the chances are laid end to end; who has one of the points u, u + 1,
-  u + 2, ... (u uniform in [0, 1)) is kept. Their number is the sum of the chances,
-  rounded down or up.
-  """
-  pi, order = np.asarray(pi, np.float64), np.asarray(order)
-  end = np.concatenate([[0.0], np.cumsum(pi[order])])
-  whole = np.floor(end)
-  points = whole + (u < end - whole)  # how many lie below each end
-  keep = np.zeros(pi.shape, bool)
-  keep[order] = np.diff(points) > 0
-  return keep | (pi >= 1)  # whatever rounding did to the sums
 
 
 class AnswerPruner:
@@ -173,17 +115,6 @@ class AnswerPruner:
     )[1]
 
 
-def last_step(final: float, steps: int | None) -> float:
-  """The step from which on nothing is pruned any more."""
-  if not 0 <= final <= 1:
-    raise ValueError(f'final: {final}, expected 0 to 1')
-  if steps is None:
-    return math.inf
-  if steps < 1:
-    raise ValueError(f'steps: {steps}, expected at least 1, or None')
-  return math.ceil((1 - final) * steps - 1e-9)
-
-
 def effective_sample_size(weights: np.ndarray) -> float:
   """(sum w)^2 / (n sum w^2) over the n trained answers: 1 for equal weights."""
   trained = np.asarray(weights, np.float64)
@@ -204,38 +135,7 @@ def answer_metrics(weights: Sequence[np.ndarray]) -> dict[str, float]:
   return found
 
 
-def _low(size: np.ndarray) -> np.ndarray:
-  return size < size.mean() - MARGIN
-
-
-def _victims(low: int, rate: float) -> int:
-  """How many of so many go under 'fixed'; never all."""
-  return min(math.floor(rate * low + 1e-9), max(0, low - 1))
-
-
-def _chance(low: np.ndarray, rate: float, rule: str) -> np.ndarray:
-  pi, count = np.ones(low.shape), np.count_nonzero(low)
-  if count:
-    left = count - _victims(count, rate)
-    pi[low] = 1 - rate if rule == 'coins' else left / count
-  return pi
-
-
-def _drop(low: np.ndarray, rate: float, rule: str, rng) -> np.ndarray:
-  """Who is kept, by 'fixed' or 'coins'."""
-  if rule == 'coins':
-    return ~low | (rng.random(low.size) >= rate)
-  keep, places = np.ones(low.shape, bool), np.flatnonzero(low)
-  keep[rng.permutation(places)[: _victims(places.size, rate)]] = False
-  return keep
-
-
 # --- prompts ---------------------------------------------------------------------
-
-
-def useful_rate(pass_rate, size):
-  """The chance that a group of this size has both right and wrong answers."""
-  return 1 - pass_rate**size - (1 - pass_rate) ** size
 
 
 class PromptPruner:
@@ -330,7 +230,7 @@ class PromptPruner:
       keep [C] bool, and weight [C] float64, 0 for those skipped.
     """
     low = self._low(dataset, candidates, step)
-    keep = _drop(low, self._rate, self._rule, self._rng(dataset, step, part))
+    keep = drop(low, self._rate, self._rule, self._rng(dataset, step, part))
     return keep, self._weights(dataset, low, keep, step)
 
   def _low(self, dataset: str, candidates: Sequence[int], step: int) -> np.ndarray:
@@ -346,7 +246,7 @@ class PromptPruner:
   def _weights(
     self, dataset: str, low: np.ndarray, keep: np.ndarray, step: int
   ) -> np.ndarray:
-    weight = 1 / _chance(low, self._rate, self._rule)
+    weight = 1 / chances(low, self._rate, self._rule)
     if self._regime == 'fill':
       weight *= self.mean_chance(dataset, step)
     return np.where(keep, weight, 0.0)
@@ -383,7 +283,7 @@ class PromptPruner:
       # Coins come one after another, so that those of the first are tossed already.
       more = self._low(dataset, candidates[low.size :], step)
       low = np.concatenate([low, more])
-      keep = np.concatenate([keep, _drop(more, self._rate, self._rule, rng)])
+      keep = np.concatenate([keep, drop(more, self._rate, self._rule, rng)])
       kept = np.count_nonzero(keep)
       if kept >= n:
         end = int(np.searchsorted(np.cumsum(keep), n)) + 1 if n > 0 else 0

@@ -93,6 +93,12 @@ class Methods:
     )
 
 
+def plain(sizes, *, factor=0.0, **settings) -> Scheduler:
+  """Nothing but snoozing, and datasets of one weight."""
+  snooze = Snooze(sizes, dict.fromkeys(sizes, 1.0), factor)
+  return Scheduler(Source(snooze), prompt_of, Sampling(max_new_tokens=4), **settings)
+
+
 def answered(request, step):
   """A third of the prompts is easy, a third hard; answers are of all lengths."""
   rng = np.random.default_rng((5, request.draw))
@@ -362,10 +368,8 @@ def test_weights_hold_after_filtering_with_quotas_only(quotas):
   """2.10, test 4: useful rates of 0.1 and 0.6 give 14.3 % and 85.7 % of a batch that is
   drawn half and half, and half of a batch with quotas."""
   sizes = {'hard': 4000, 'easy': 4000}
-  scheduler = Scheduler(
-    Source(Snooze(sizes, dict.fromkeys(sizes, 1.0), 0.0)),
-    prompt_of,
-    Sampling(max_new_tokens=4),
+  scheduler = plain(
+    sizes,
     groups_per_step=32,
     group_size=8,
     max_rounds=8,
@@ -397,10 +401,8 @@ def test_borrowing_is_counted():
 
   def run(borrow):
     sizes = {'a': 50, 'b': 50}
-    scheduler = Scheduler(
-      Source(Snooze(sizes, dict.fromkeys(sizes, 1.0), 0.0)),
-      prompt_of,
-      Sampling(max_new_tokens=4),
+    scheduler = plain(
+      sizes,
       groups_per_step=4,
       group_size=2,
       max_rounds=1,
@@ -446,10 +448,9 @@ def test_an_aborted_answer_is_left_out_of_its_group():
 def test_epochs_end_while_a_batch_is_open():
   """E2: 6 prompts, 4 a round, the last round of an epoch all alike: both epochs run,
   each prompt once in each."""
-  scheduler = Scheduler(
-    Source(Snooze({'a': 6}, {'a': 1.0}, 0.0)),
-    prompt_of,
-    Sampling(max_new_tokens=4),
+  scheduler = plain(
+    {'a': 6},
+    factor=0.0,
     groups_per_step=4,
     group_size=2,
     max_rounds=1,
@@ -469,10 +470,9 @@ def test_epochs_end_while_a_batch_is_open():
 def test_the_share_of_snoozed_prompts_is_not_generated():
   """E3: 60 of 100 prompts are solved: with a factor of 5 a pass costs 40 + 60 / 6
   requests on average, and the logged pass rate is of all that is generated."""
-  scheduler = Scheduler(
-    Source(Snooze({'a': 100}, {'a': 1.0}, 5.0)),
-    prompt_of,
-    Sampling(max_new_tokens=4),
+  scheduler = plain(
+    {'a': 100},
+    factor=5.0,
     groups_per_step=10,
     group_size=8,
     dynamic_sampling=False,
