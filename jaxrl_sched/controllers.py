@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_sched.checks import named
 from jaxrl_sched.control.difficulty import open_tiers
 from jaxrl_sched.control.lengths import LengthPredictor
-from jaxrl_sched.control.quotas import largest_remainder
+from jaxrl_sched.control.quotas import split
 from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
@@ -157,17 +157,17 @@ def _advantages(c: dict[str, Any]) -> Callable[[np.ndarray], np.ndarray]:
 def _check_quotas(prompts: PromptSet, least: int, most: int) -> None:
   """Every dataset is to be in every batch, of `least` to `most` groups, and no prompt
   twice."""
-  names, weights = list(prompts.weights), list(prompts.weights.values())
-  parts = largest_remainder(least, weights), largest_remainder(most, weights)
-  for name, weight, fewest, quota in zip(names, weights, *parts, strict=True):
-    if fewest == 0:
+  fewest, quotas = split(least, prompts.weights), split(most, prompts.weights)
+  for name, weight in prompts.weights.items():
+    if fewest[name] == 0:
       raise ValueError(
         f'dataset {name!r}: weight {weight} gives it none of {least} groups a step '
         '(scheduler.groups_per_step, or what the largest size of sagc leaves), expected '
         'at least one'
       )
-    if quota > prompts.sizes[name]:
+    if quotas[name] > prompts.sizes[name]:
       raise ValueError(
         f'dataset {name!r}: {prompts.sizes[name]} prompts kept (and '
-        f'{prompts.dropped[name]} too long), expected at least the {quota} of one batch'
+        f'{prompts.dropped[name]} too long), expected at least the {quotas[name]} of one '
+        'batch'
       )

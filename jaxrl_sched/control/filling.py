@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import copy
 import math
 
-from jaxrl_sched.control.quotas import largest_remainder, roll
+from jaxrl_sched.control.quotas import roll, split
 from jaxrl_sched.control.sagc import Budget
 from jaxrl_sched.types import Group
 
@@ -80,8 +80,7 @@ class Pot:
 
   def split(self, n: int) -> dict[str, int]:
     """n requests, by weight."""
-    parts = largest_remainder(n, list(self._weights.values()))
-    return dict(zip(self._weights, parts, strict=True))
+    return split(n, self._weights)
 
   def offer(self, stream: str, group: Group) -> None:
     del stream

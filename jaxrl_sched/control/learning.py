@@ -72,7 +72,7 @@ class Learning:
       advantages = advantages * np.float32(group.size / (group.size - 1))
     return advantages
 
-  def learn(self, batch: OpenBatch, lesson: Lesson, step: int) -> None:
+  def learn(self, batch: OpenBatch, step: int) -> None:
     """What the controllers make of all groups that the step generated."""
     seen, lengths = batch.seen, [group.lengths for group in batch.seen]
     if self._sagc is not None and self._sagc.prompt_aware:
@@ -91,10 +91,11 @@ class Learning:
         pass_rates=np.array([batch.rates[i] for i in some]),
       )
     if self._pruner is not None:
-      self._score(batch, lesson)
+      self._score(batch)
 
-  def _score(self, batch: OpenBatch, lesson: Lesson) -> None:
+  def _score(self, batch: OpenBatch) -> None:
     """Tells the pruner what each prompt had to teach; a filtered group had nothing."""
+    lesson = batch.lesson
     known = {
       group.request.draw: advantages
       for group, advantages in zip(lesson.groups, lesson.advantages, strict=True)
@@ -118,7 +119,7 @@ class Learning:
       places, advantages, rates = zip(*records, strict=True)
       self._pruner.observe_many(stream, places, advantages, pass_rates=rates)
 
-  def metrics(self, batch: OpenBatch, lesson: Lesson) -> dict[str, float]:
+  def metrics(self, batch: OpenBatch) -> dict[str, float]:
     """Of the controllers, after `learn`."""
     metrics = {}
     if self._pruner is not None:
@@ -129,14 +130,14 @@ class Learning:
       entries = [entry for entry in batch.settled if entry.keep is not None]
       metrics |= answer_metrics([entry.keep * entry.used for entry in entries])
     if self._sagc is not None:
-      metrics |= self._sagc.metrics() | self._by_size(batch, lesson)
+      metrics |= self._sagc.metrics() | self._by_size(batch)
     if self._lengths is not None:
       metrics |= self._lengths.metrics()
     return metrics
 
-  def _by_size(self, batch: OpenBatch, lesson: Lesson) -> dict[str, float]:
+  def _by_size(self, batch: OpenBatch) -> dict[str, float]:
     """Mean |advantage| of trained groups, and the share of useful ones, by size."""
-    metrics = {}
+    metrics, lesson = {}, batch.lesson
     for size in self._sagc.sizes:
       useful = [
         good

@@ -38,6 +38,11 @@ def largest_remainder(n: int, weights: Sequence[float]) -> list[int]:
   return parts
 
 
+def split(n: int, weights: Mapping[str, float]) -> dict[str, int]:
+  """`largest_remainder` by name."""
+  return dict(zip(weights, largest_remainder(n, list(weights.values())), strict=True))
+
+
 def roll(
   counts: Sequence[int],  # [datasets] groups taken so far
   weights: Sequence[float],  # [datasets]

@@ -304,10 +304,10 @@ class Scheduler:
     if self._by_prompt:
       self._turns, self._turned = batch.filling.counts, self._source.weights(step)
     self._count_yields(batch)
-    self._learning.learn(batch, lesson, step)
+    self._learning.learn(batch, step)
     metrics = ledger.count(batch.seen, batch.settled, self._carried)
     metrics |= ledger.averages(batch.seen) | self._shares(lesson)
-    metrics |= self._source.metrics() | self._learning.metrics(batch, lesson)
+    metrics |= self._source.metrics() | self._learning.metrics(batch)
     metrics['rollout/rounds'] = batch.round
     prompts = {group.request.prompt.id for group in lesson.groups}
     metrics['rollout/repeats'] = len(lesson.groups) - len(prompts)

@@ -19,6 +19,7 @@ from jaxrl_sched.control.quotas import (
   largest_remainder,
   requests_for,
   roll,
+  split,
 )
 from jaxrl_sched.control.sleepers import ACTIVE, FOREVER, PROBE, SNOOZED
 from jaxrl_sched.control.snooze_rules import (
@@ -82,7 +83,7 @@ class Snooze:
     if not seed >= 0:
       raise ValueError(f'snooze.seed: {seed}, expected 0 or more')
     self._sizes = {name: int(size) for name, size in datasets.items()}
-    self._weights = dict(weights)
+    self._weights = {name: weights[name] for name in datasets}
     self._naps = Naps(factor, growth, cap, hard_delay)
 
     self._draw = 0  # one past the newest
@@ -101,14 +102,9 @@ class Snooze:
   def weights(self) -> dict[str, float]:
     return dict(self._weights)
 
-  def quotas(
-    self, n: int, weights: Mapping[str, float] | None = None
-  ) -> dict[str, int]:
-    """How many of n groups come from each dataset, under these weights or its own."""
-    weights = self._weights if weights is None else weights
-    check_weights(self._sizes, weights)
-    parts = largest_remainder(n, [weights[name] for name in self._of])
-    return dict(zip(self._of, parts, strict=True))
+  def quotas(self, n: int) -> dict[str, int]:
+    """How many of n groups come from each dataset."""
+    return split(n, self._weights)
 
   def peek(self, dataset: str, n: int) -> list[tuple[int, int]]:
     """What n calls of `next` would give, each with its pass."""

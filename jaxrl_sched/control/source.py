@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.difficulty import Tiers
-from jaxrl_sched.control.quotas import largest_remainder
+from jaxrl_sched.control.quotas import split
 from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.types import Group, Prompt
 
@@ -67,17 +67,12 @@ class Source:
     """Stream -> how many of a step's n groups are to come from it."""
     if self._tiers is None:
       return self._snooze.quotas(n)
-    return self._tiers.quotas(step, self._of_datasets(n))
-
-  def _of_datasets(self, n: int) -> dict[str, int]:
-    weights = self._tiers.datasets
-    parts = largest_remainder(n, list(weights.values()))
-    return dict(zip(weights, parts, strict=True))
+    return self._tiers.quotas(step, split(n, self._tiers.datasets))
 
   def begin(self, step: int, n: int) -> None:
     """The step goes on with `quotas(step, n)`; n = 0: without any."""
     if self._tiers is not None:
-      self._tiers.sent(step, self._of_datasets(n))
+      self._tiers.sent(step, split(n, self._tiers.datasets))
 
   def peek(self, stream: str, n: int) -> list[tuple[int, int]]:
     """(place, pass) of the next n, with nothing changed."""

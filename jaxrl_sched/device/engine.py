@@ -127,9 +127,7 @@ class DeviceEngine:
     self._check()
     self._submitted.extend(requests)
 
-  def collect(
-    self, enough: Callable[[Sequence[Group]], bool] = lambda groups: False
-  ) -> list[Group]:
+  def collect(self, enough: Callable[[Sequence[Group]], bool]) -> list[Group]:
     requests, self._submitted = self._submitted, []
     source = self._sampler if self._teacher is None else self._teacher
     self._sample('sampling', source, requests)
@@ -141,7 +139,7 @@ class DeviceEngine:
     # Nothing may stop this half-way: an update has been made already. The time is that
     # of a step whose times have been told, and whoever waits knows it.
     kept = dict(self._times)
-    groups = self._grade(while_waiting=lambda: None, enough=lambda groups: False)
+    groups = self._grade(while_waiting=lambda: None)
     self._times = kept
     return [self._shape(group) for group in groups]
 
@@ -149,7 +147,7 @@ class DeviceEngine:
     self._check()
     kept = dict(self._times)
     self._sample('evaluating', self._sampler, requests)
-    groups = self._grade(while_waiting=self._check, enough=lambda groups: False)
+    groups = self._grade(while_waiting=self._check)
     self._times = kept  # not the time of a step
     return groups
 
@@ -181,7 +179,7 @@ class DeviceEngine:
     self,
     *,
     while_waiting: Callable[[], None],
-    enough: Callable[[Sequence[Group]], bool],
+    enough: Callable[[Sequence[Group]], bool] = lambda groups: False,
   ) -> list[Group]:
     """Groups of what has been sampled, in draw order; with `enough` the first ones."""
     began = time.perf_counter()

@@ -107,8 +107,8 @@ def run(scheduler: Scheduler, steps: int) -> dict[str, list[float]]:
     return found
 
   learn = scheduler._learning.learn
-  scheduler._learning.learn = lambda batch, lesson, step: timed(
-    'learn', step, lambda: learn(batch, lesson, step)
+  scheduler._learning.learn = lambda batch, step: timed(
+    'learn', step, lambda: learn(batch, step)
   )
   for step in range(steps):
     timed('freeze', step, scheduler.freeze)

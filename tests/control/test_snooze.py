@@ -847,10 +847,6 @@ def test_a_prompt_needs_few_bytes():
 def test_bad_settings_are_refused(how, message):
   with pytest.raises(ValueError, match=message):
     Snooze(**({'datasets': {'a': 3}, 'weights': {'a': 1.0}} | how))
-  source = snooze(3)
-  with pytest.raises(ValueError, match='expected one for each'):
-    source.quotas(4, {'b': 1.0})
-  assert source.quotas(4, {'a': 2.0}) == {'a': 4}
 
 
 @pytest.mark.parametrize('rate', [0.0, -0.1, 1.1, math.nan])
