@@ -4,13 +4,26 @@ The device engine answers with chips, the simulator with a clock.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 from typing import Any, Protocol
 
+from jaxrl_sched.control.planning import Plan
 from jaxrl_sched.types import Group, Lesson, Request
 
 
 class Stopped(Exception):
   """The run was asked to stop (SIGTERM); raised where nothing is half done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+  """Something that one of the two sides was busy with."""
+
+  lane: str  # 'engine 0', 'engine 1', ... or 'learner'
+  what: str  # 'generate', 'load', 'learn'
+  bundle: int
+  begin: float  # seconds on the engine's clock
+  end: float
 
 
 class Engine(Protocol):
@@ -26,21 +39,32 @@ class Engine(Protocol):
       RuntimeError: on all of them, naming `what` and the processes that differ.
     """
 
-  def submit(self, requests: Sequence[Request]) -> None:
-    """Hands out work; answers are sampled with the weights of this step."""
+  def submit(self, plan: Plan) -> None:
+    """Hands out a round of a bundle, to be sampled with weights `plan.version`.
 
-  def collect(self, enough: Callable[[Sequence[Group]], bool]) -> list[Group]:
-    """All that was submitted, sampled and graded, in draw order.
+    Engines work through rounds in the order in which they were submitted.
+    """
+
+  def collect(
+    self, bundle: int, enough: Callable[[Sequence[Group]], bool]
+  ) -> list[Group]:
+    """All that was submitted of a bundle, sampled and graded, in draw order.
 
     Where the first of them are `enough`, and others are still being graded, it may
     give these, and leave the others to `collect_rest`.
 
     Raises:
-      Stopped: the run was asked to stop. What was submitted is forgotten.
+      Stopped: the run was asked to stop.
     """
 
   def collect_rest(self) -> list[Group]:
     """What `collect` has left, in draw order. Never raises Stopped."""
+
+  def drain(self, before: int) -> dict[int, list[Group]]:
+    """Finishes what was submitted of bundles below `before`, and gives it, by bundle.
+
+    All else that was submitted is forgotten. Never raises Stopped.
+    """
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     """Samples and grades at once, without shaping; in the order given."""
@@ -54,3 +78,9 @@ class Engine(Protocol):
 
   def save(self, control: dict[str, Any], *, score: float | None) -> None:
     """Keeps weights, optimizer and the controllers' state as of this step."""
+
+  def now(self) -> float:
+    """Seconds on the engine's clock."""
+
+  def spans(self) -> list[Span]:
+    """What was done when, since the last call: the timeline."""

@@ -4,13 +4,14 @@ No jax here: whatever answers to the Engine protocol runs under this loop.
 """
 
 from collections.abc import Callable, Sequence
-import time
 from typing import Any
 
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.engine import Engine, Stopped
 from jaxrl_sched.metrics import Recorder
 from jaxrl_sched.types import Group
+
+_BUSY = ('generate', 'reward', 'learn')
 
 
 def train(
@@ -41,6 +42,13 @@ def train(
   """
   for step in range(engine.step, steps + 1):
     boundary = scheduler.freeze()
+
+    def save(score: float | None, step=step, boundary=boundary) -> None:
+      # Bundles under way are a part of what is saved, with the tokens they have got.
+      recorder.flush()  # what came before a checkpoint is on disk before it
+      scheduler.keep(engine.drain(step + scheduler.lag))
+      engine.save(boundary(), score=score)
+
     try:
       found, score = {}, None
       if evaluate is not None and (step % evaluate_every == 0 or step == steps):
@@ -48,8 +56,7 @@ def train(
       if step % compare_every == 0:
         engine.compare("the controllers' state", boundary)
       if step > 0 and (step % save_every == 0 or step == steps):
-        recorder.flush()  # what came before a checkpoint is on disk before it
-        engine.save(boundary(), score=score)
+        save(score)
       if step == steps:
         recorder.rollouts(step, scheduler.pending())
         recorder.log(step, found)
@@ -58,8 +65,7 @@ def train(
       recorder.log(step, found | numbers)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
-      recorder.flush()
-      engine.save(boundary(), score=None)
+      save(None)
       return False
   recorder.flush()
   return True
@@ -67,32 +73,42 @@ def train(
 
 def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
   """Step v of GRPO, as the algorithm reads."""
-  began, generated, first_round = time.perf_counter(), [], 0
+  began, generated = engine.now(), []
 
-  # Sample until the batch is full of groups that can teach something.
-  while plan := engine.agree(lambda: scheduler.plan(step)):
-    scheduler.sent(plan)
-    engine.submit(plan.requests)
-    groups = engine.collect(scheduler.enough)
+  # Sample until the batch is full of groups that can teach something. With a lag h
+  # the bundle of step v + h gets on its way here, and that of step v has long been.
+  while True:
+    while plan := engine.agree(lambda: scheduler.plan(step)):
+      scheduler.sent(plan)
+      engine.submit(plan)
+    if not scheduler.is_awaiting(step):
+      break
+    groups = scheduler.waiting(step)
+    if groups is None:
+      groups = engine.collect(step, scheduler.enough)
     scheduler.observe(groups)
-    first_round = first_round or len(plan.requests)
     generated += groups
 
   # Learn from it: groups, advantages over the full groups, and what pruning left.
   lesson = scheduler.take_batch(step)
   learned = engine.learn(lesson)
+  asked = scheduler.asked(step)
 
   # Surplus may have been in grading until now; then the controllers know the step.
-  learned_at = time.perf_counter()
+  learned_at = engine.now()
   groups = engine.collect_rest()
-  late = time.perf_counter() - learned_at
+  late = engine.now() - learned_at
   scheduler.observe(groups)
   generated += groups
   metrics, lines = scheduler.close(step)
 
   recorder.rollouts(step, lines)
-  recorder.samples(step, samples_of(generated[:first_round]))
+  recorder.samples(step, samples_of(generated[:asked]))
+  recorder.timeline(step, engine.spans())
   learned['time/reward_s'] = learned.get('time/reward_s', 0.0) + late
-  took = time.perf_counter() - began
-  busy = sum(value for key, value in learned.items() if key.startswith('time/'))
-  return metrics | learned | {'time/step_s': took, 'time/idle_s': took - busy}
+  took = engine.now() - began
+  learned['time/step_s'] = took
+  if scheduler.lag == 0:  # else the two sides are busy at the same time
+    busy = (learned.get(f'time/{what}_s', 0.0) for what in _BUSY)
+    learned['time/idle_s'] = took - sum(busy)
+  return metrics | learned

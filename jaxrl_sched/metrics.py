@@ -6,7 +6,8 @@ from the accelerators, are turned into Python numbers when step n + 1 has got un
 array and fetches it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
 import importlib.util
 import json
 import math
@@ -21,9 +22,10 @@ import uuid
 import numpy as np
 
 from jaxrl_sched.console import Console
+from jaxrl_sched.engine import Span
 
 _PASS_RATE = re.compile(r'eval/.+/pass@1')
-_FILES = ('metrics', 'rollouts', 'samples')
+_FILES = ('metrics', 'rollouts', 'samples', 'timeline')
 
 
 class Recorder:
@@ -113,6 +115,10 @@ class Recorder:
   def samples(self, step: int, lines: list[dict[str, Any]]) -> None:
     """Writes what was said in some groups, a line an answer."""
     self._append('samples', step, lines)
+
+  def timeline(self, step: int, spans: Sequence[Span]) -> None:
+    """Writes what was done when."""
+    self._append('timeline', step, [dataclasses.asdict(span) for span in spans])
 
   def progress(self, text: str) -> None:
     """Shows what is being done within the step that is logged next."""

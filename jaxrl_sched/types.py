@@ -45,6 +45,20 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Relief:
+  """What is done about answers that are much longer than others.
+
+  `spare` answers are sampled beyond G, and G are kept: the first ones in answer order
+  that were not aborted, or with `first_finished` the shortest. `pause_after` tokens an
+  answer waits for the next bundle and goes on there; 0: never.
+  """
+
+  spare: int = 0
+  first_finished: bool = False
+  pause_after: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
   """One prompt with the number of answers it is to get."""
 
@@ -55,7 +69,10 @@ class Request:
   dataset_pass: int = 0  # the pass over its dataset in which it was drawn
   weight: float = 1.0  # 1 / (chance that pruning asks it): corrects its whole group
   predicted_length: float | None = None  # tokens of an answer, on average
+  predicted_longest: float | None = None  # what its longest answer likely stays under
   exceedance: float | None = None  # predicted chance that an answer straggles
+  relief: Relief = Relief()
+  begun: tuple['Completion', ...] = ()  # answers of earlier bundles, to go on with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +83,21 @@ class Completion:
   answer: int  # k, in [0, G)
   tokens: np.ndarray  # [length] int32, the stop token included; length >= 1
   logps: np.ndarray  # [length] float32, under the distribution sampled from
-  finish: str  # 'stop', 'length' or 'aborted' (for a reason outside the policy)
-  version: int  # of the weights it was sampled with
+  # 'stop', 'length', 'aborted' (for a reason outside the policy) or 'paused' (until the
+  # next bundle)
+  finish: str
+  version: int  # of the weights it was sampled with, of its last tokens if of several
+  # (tokens, version) of what was sampled before, with earlier weights, in order
+  earlier: tuple[tuple[int, int], ...] = ()
+
+  @property
+  def versions(self) -> np.ndarray:  # [length] int32, of the weights of each token
+    found = np.full(len(self.tokens), self.version, np.int32)
+    at = 0
+    for count, version in self.earlier:
+      found[at : at + count] = version
+      at += count
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +111,7 @@ class Group:
   faults: tuple[
     str | None, ...
   ] = ()  # [G] why a verdict is 0: 'timeout', 'raised', ...
+  spares: tuple[int, ...] = ()  # tokens of answers that were sampled and not kept
 
   @property
   def size(self) -> int:
@@ -94,10 +125,25 @@ class Group:
   def truncated(self) -> np.ndarray:  # [G] bool
     return np.array([c.finish == 'length' for c in self.completions])
 
+  @property
+  def is_paused(self) -> bool:  # some answer goes on in a later bundle
+    return any(c.finish == 'paused' for c in self.completions)
+
   @functools.cached_property
   def passed(self) -> np.ndarray:  # [G] bool, the verdict is the verifier's maximum
     best = self.request.prompt.max_reward
     return self.verdicts >= (1.0 if best is None else best) - SAME
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+  """One sampling engine's part of a round: its answers, in the order of their start."""
+
+  requests: np.ndarray  # [n] int32, places in the round's requests
+  answers: np.ndarray  # [n] int32, k
+  # [m] int32, where static minibatches begin: one starts when all of that before have
+  # ended. None: a slot that gets free takes the next answer.
+  cuts: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The loop and evaluation on an engine of dictionaries: order, resume, counts."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -38,11 +39,20 @@ class PaperEngine:
   def agree(self, make):
     return make()
 
-  def submit(self, requests):
-    self._requests = list(requests)
+  def now(self):
+    return time.perf_counter()
+
+  def spans(self):
+    return []
+
+  def drain(self, before):
+    return {}
+
+  def submit(self, plan):
+    self._requests = list(plan.requests)
     self.events.append(f'sample {self.step}')
 
-  def collect(self, enough):
+  def collect(self, bundle, enough):
     if self.step == self._stop_in:
       raise Stopped
     return [
@@ -146,7 +156,7 @@ def test_asked_to_stop_in_a_step_it_saves_that_steps_start(tmp_path, step):
 
 def test_without_useful_groups_the_step_is_counted_and_the_run_goes_on(tmp_path):
   class AllRight(PaperEngine):
-    def collect(self, enough):
+    def collect(self, bundle, enough):
       return [graded(r, [1] * r.size) for r in self._requests]
 
     def learn(self, lesson):

@@ -8,6 +8,7 @@ import numpy as np
 from jaxrl_sched.control import ledger
 from jaxrl_sched.control.filling import Pot, Quotas, Turns
 from jaxrl_sched.control.lengths import LengthPredictor
+from jaxrl_sched.control.opening import Terms
 from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.host.pruning import AnswerPruner, PromptPruner, answer_metrics
 from jaxrl_sched.types import Group, Lesson
@@ -15,19 +16,26 @@ from jaxrl_sched.types import Group, Lesson
 
 @dataclasses.dataclass
 class OpenBatch:
-  """The batch of a step that is under way. No checkpoint ever sees one."""
+  """A bundle from its plan to the step that trains on it."""
 
+  bundle: int
+  version: int  # of the weights it is sampled with
+  terms: Terms
   filling: Quotas | Pot | Turns
-  size: int  # of groups; of a prompt of average risk, if each has its own
-  groups: int  # whose quotas are kept; 0: sizes differ, and streams take turns
   most: dict[str, int]  # requests to a stream in a round
   round: int = 0
+  asked: int = 0  # requests in the first round
+  is_awaited: bool = False  # a round is on its way
+  has_begun: bool = False  # groups of earlier bundles have been offered
+  waiting: list[Group] | None = None  # all of it, where a checkpoint has drained it
   visited: int = 0  # prompts, and how many of them were pruned
   pruned: int = 0
   seen: list[Group] = dataclasses.field(default_factory=list)  # in draw order
   places: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # of `seen`
   useful: list[bool] = dataclasses.field(default_factory=list)  # of `seen`
   rates: list[float] = dataclasses.field(default_factory=list)  # of `seen`: passed
+  paused: list[Group] = dataclasses.field(default_factory=list)  # go on later
+  going_on: list[Group] = dataclasses.field(default_factory=list)  # as they were
   settled: list[ledger.Entry] = dataclasses.field(default_factory=list)
   lesson: Lesson | None = None  # once it is full
 
@@ -80,7 +88,7 @@ class Learning:
       self._sagc.observe_groups(lengths, chances, step)
     elif self._sagc is not None:
       passed = [group.passed for group in seen] if self._sagc.needs_passed else None
-      self._sagc.observe(lengths, batch.size, step, passed=passed)
+      self._sagc.observe(lengths, batch.terms.size, step, passed=passed)
     if self._lengths is not None:
       some = [i for i, group in enumerate(seen) if group.size]
       prompts = [seen[i].request.prompt for i in some]

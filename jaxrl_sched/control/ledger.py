@@ -77,12 +77,19 @@ def _flat(
 
 
 def count(
-  seen: Sequence[Group], settled: Sequence[Entry], pending: Sequence[Group]
+  sampled: Sequence[Group], settled: Sequence[Entry], pending: Sequence[Group]
 ) -> dict[str, float]:
-  """Groups, answers and tokens of a step by fate."""
+  """Groups, answers and tokens of a step by fate.
+
+  Args:
+    sampled: those of the step's bundle, paused ones too.
+  """
   found = {f'rollout/{what}_{fate}': 0 for what in _WHAT for fate in FATES}
-  for what, value in zip(_WHAT, _sizes(seen), strict=True):
+  for what, value in zip(_WHAT, _new(sampled), strict=True):
     found[f'rollout/{what}_generated'] = value
+  spares = [tokens for group in sampled for tokens in group.spares]
+  found['rollout/answers_dropped'] += len(spares)
+  found['rollout/tokens_dropped'] += sum(spares)
   for what, value in zip(_WHAT, _sizes(pending), strict=True):
     found[f'rollout/{what}_pending'] = value
   found |= {f'rollout/filtered_{reason}': 0 for reason in FILTERED}
@@ -136,6 +143,15 @@ def _sizes(groups: Sequence[Group]) -> tuple[int, int, int]:
   )
 
 
+def _new(sampled: Sequence[Group]) -> tuple[int, int, int]:
+  """What was sampled, answers that were not kept too, but not in an earlier bundle."""
+  groups = [group for group in sampled if not group.request.begun]
+  answers = sum(group.size + len(group.spares) for group in groups)
+  tokens = sum(int(group.lengths.sum()) + sum(group.spares) for group in sampled)
+  before = sum(len(c.tokens) for group in sampled for c in group.request.begun)
+  return len(groups), answers, tokens - before
+
+
 def _answers(entry: Entry) -> Iterable[tuple[str, np.ndarray]]:
   """(fate, [G] bool) of the answers of a group."""
   if entry.keep is None:
@@ -155,7 +171,7 @@ def line(entry: Entry) -> dict[str, Any]:
   """A line of rollouts.jsonl, but for its step."""
   group, prompt = entry.group, entry.group.request.prompt
   predicted = group.request.predicted_length
-  return {
+  found = {
     'draw': group.request.draw,
     'prompt_id': prompt.id,
     'dataset': prompt.dataset,
@@ -171,6 +187,11 @@ def line(entry: Entry) -> dict[str, Any]:
     'reason': entry.reason,
     'weights': None if entry.keep is None else (entry.keep * entry.used).tolist(),
   }
+  if group.spares:
+    found['spares'] = list(group.spares)
+  if any(c.earlier for c in group.completions):
+    found['earlier'] = [[list(run) for run in c.earlier] for c in group.completions]
+  return found
 
 
 def pack(group: Group) -> dict[str, Any]:
@@ -185,21 +206,38 @@ def pack(group: Group) -> dict[str, Any]:
     'pass': request.dataset_pass,
     'weight': request.weight,
     'predicted_length': request.predicted_length,
+    'predicted_longest': request.predicted_longest,
     'exceedance': request.exceedance,
+    'spares': list(group.spares),
     'verdicts': group.verdicts.tolist(),
     'rewards': group.rewards.tolist(),
     'faults': list(group.faults),
-    'completions': [
-      {
-        'answer': c.answer,
-        'tokens': c.tokens.tolist(),
-        'logps': [float(x) for x in c.logps],
-        'finish': c.finish,
-        'version': c.version,
-      }
-      for c in group.completions
-    ],
+    'completions': [_pack_completion(c) for c in group.completions],
+    'begun': [_pack_completion(c) for c in request.begun],
   }
+
+
+def _pack_completion(completion: Completion) -> dict[str, Any]:
+  return {
+    'answer': completion.answer,
+    'tokens': completion.tokens.tolist(),
+    'logps': [float(x) for x in completion.logps],
+    'finish': completion.finish,
+    'version': completion.version,
+    'earlier': [list(run) for run in completion.earlier],
+  }
+
+
+def _unpack_completion(packed: dict[str, Any], draw: int) -> Completion:
+  return Completion(
+    draw=draw,
+    answer=packed['answer'],
+    tokens=np.array(packed['tokens'], np.int32),
+    logps=np.array(packed['logps'], np.float32),
+    finish=packed['finish'],
+    version=packed['version'],
+    earlier=tuple((count, version) for count, version in packed['earlier']),
+  )
 
 
 def unpack(packed: dict[str, Any], prompt: Prompt, sampling: Sampling) -> Group:
@@ -214,7 +252,7 @@ def unpack(packed: dict[str, Any], prompt: Prompt, sampling: Sampling) -> Group:
       f'when this run began, now it is {prompt.id!r}'
     )
   numbers = [packed['weight'], *packed['verdicts'], *packed['rewards']]
-  if len(packed['completions']) != len(packed['verdicts']) or not packed['verdicts']:
+  if len(packed['completions']) != len(packed['verdicts']):
     raise ValueError(
       f'carried group of draw {packed["draw"]}: answers without verdicts'
     )
@@ -223,26 +261,19 @@ def unpack(packed: dict[str, Any], prompt: Prompt, sampling: Sampling) -> Group:
       f'carried group of draw {packed["draw"]}: {numbers}, expected a '
       'weight above 0 and finite verdicts and rewards'
     )
-  completions = tuple(
-    Completion(
-      draw=packed['draw'],
-      answer=c['answer'],
-      tokens=np.array(c['tokens'], np.int32),
-      logps=np.array(c['logps'], np.float32),
-      finish=c['finish'],
-      version=c['version'],
-    )
-    for c in packed['completions']
-  )
+  draw = packed['draw']
+  completions = tuple(_unpack_completion(c, draw) for c in packed['completions'])
   request = Request(
-    draw=packed['draw'],
+    draw=draw,
     prompt=prompt,
     size=packed['size'],
     sampling=sampling,
     dataset_pass=packed['pass'],
     weight=packed['weight'],
     predicted_length=packed['predicted_length'],
+    predicted_longest=packed['predicted_longest'],
     exceedance=packed['exceedance'],
+    begun=tuple(_unpack_completion(c, draw) for c in packed['begun']),
   )
   return Group(
     request=request,
@@ -250,4 +281,5 @@ def unpack(packed: dict[str, Any], prompt: Prompt, sampling: Sampling) -> Group:
     verdicts=np.array(packed['verdicts'], np.float32),
     rewards=np.array(packed['rewards'], np.float32),
     faults=tuple(packed['faults']),
+    spares=tuple(packed['spares']),
   )

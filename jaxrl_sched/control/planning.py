@@ -8,44 +8,69 @@ import dataclasses
 
 import numpy as np
 
+from jaxrl_sched.control.asp import (
+  Asp,
+  order_bundles,
+  predicted_generation,
+  shares,
+  windows,
+)
 from jaxrl_sched.control.filling import Turns
 from jaxrl_sched.control.lengths import LengthPredictor
 from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.source import Source
 from jaxrl_sched.host.pruning import PromptPruner
-from jaxrl_sched.types import Prompt, Request, Sampling
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-  """A round of requests, and who was passed over for them."""
-
-  step: int
-  requests: list[Request]  # in draw order
-  # Stream -> (place, pass) of every prompt visited, and its draw number; None: pruned.
-  visits: dict[str, list[tuple[int, int]]]
-  draws: dict[str, list[int | None]]
+from jaxrl_sched.types import Group, Prompt, Request, Sampling, Share
 
 
 @dataclasses.dataclass(frozen=True)
-class _Candidate:
+class Pick:
   """A prompt whose turn it is."""
 
   stream: str
   place: int
   number: int  # the pass
   weight: float  # 0: pruned, and not asked
+  draw: int | None = None  # once it is drawn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """A round of requests, and who was passed over for them."""
+
+  step: int  # the bundle, which is the step that trains on it
+  version: int  # of the weights to sample with: how many steps' results are known
+  requests: list[Request]  # in draw order
+  shares: tuple[Share, ...]  # one a sampling engine: every answer once
+  # Stream -> (place, pass) of every prompt visited, and its draw number; None: pruned.
+  visits: dict[str, list[tuple[int, int]]]
+  draws: dict[str, list[int | None]]
+  visited: int  # prompts for this bundle, drawn now or earlier
+  pruned: int  # of them
+  # Drawn together with this bundle: those of the next ones.
+  ahead: tuple[tuple[Pick, ...], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class When:
+  """Of which bundle a round is, from which snapshot, and its first draw number."""
+
+  step: int
+  version: int
+  part: int  # the round
+  draw: int
 
 
 class Planner:
   """Makes rounds of the controllers' decisions.
 
-  In every method `step` is the step, `part` the round in it, and `draw` the number of
-  the first request. They give None where there is nothing to ask.
+  They give None where there is nothing to ask.
 
   Args:
     is_mixed: requests of the streams are mixed evenly, else stream follows stream:
       where streams share one pot, the first in draw order get its places.
+    asp: how requests are spread, and what is done about stragglers.
+    slots: answers that an engine decodes at once.
   """
 
   def __init__(
@@ -58,69 +83,162 @@ class Planner:
     lengths: LengthPredictor | None,
     pruner: PromptPruner | None,
     is_mixed: bool,
+    asp: Asp,
+    slots: int,
+    seed: int,
   ):
     self._source, self._prompt_of, self._sampling = source, prompt_of, sampling
     self._sagc, self._lengths, self._pruner = sagc, lengths, pruner
     self._is_mixed = is_mixed
+    self._asp, self._slots, self._seed = asp, slots, seed
 
   def alike(
-    self, wanted: Mapping[str, int], size: int, *, step: int, part: int, draw: int
+    self,
+    wanted: Mapping[str, int],
+    size: int,
+    when: When,
+    *,
+    paused: Sequence[Group] = (),
   ) -> Plan | None:
-    """So many of each stream, all groups of one size."""
-    queue = self._next(wanted, step, part)
-    asked = [c for c in queue if c.weight > 0]
-    prompts = [self._prompt(c) for c in asked]
-    requests = self._requests(asked, prompts, [size] * len(asked), None, draw)
-    return _plan(step, queue, requests)
+    """So many of each stream, all groups of one size; and `paused` ones go on."""
+    queue = self._next(wanted, when)
+    asked = [pick for pick in queue if pick.weight > 0]
+    prompts = [self._prompt(pick) for pick in asked]
+    requests = [self._again(group) for group in paused]
+    requests += self._requests(asked, prompts, [size] * len(asked), None, when.draw)
+    if not queue and not requests:
+      return None
+    return self._plan(when, queue, requests)
 
   def by_prompt(
-    self, wanted: Mapping[str, int], rest: int, *, step: int, part: int, draw: int
+    self, wanted: Mapping[str, int], rest: int, sizes: Sequence[int], when: When
   ) -> Plan | None:
     """So many of each stream, a size for each; none larger than the `rest` missing."""
-    queue = self._next(wanted, step, part)
-    asked = [c for c in queue if c.weight > 0]
+    queue = self._next(wanted, when)
+    asked = [pick for pick in queue if pick.weight > 0]
     if not asked:
       return None
-    prompts = [self._prompt(c) for c in asked]
+    prompts = [self._prompt(pick) for pick in asked]
     chances = self._chances(prompts)
-    sizes = self._sagc.propose_sizes(step, chances)
     # A larger group than what is missing could not be taken in: it would be surplus,
     # and the batch might stay short of a few rollouts for ever.
-    largest = max(g for g in self._sagc.allowed(step) if g <= rest)
-    sizes = [min(size, largest) for size in sizes]
-    return _plan(step, queue, self._requests(asked, prompts, sizes, chances, draw))
+    largest = max(g for g in sizes if g <= rest)
+    proposed = self._sagc.propose_sizes(when.step, chances)
+    proposed = [min(size, largest) for size in proposed]
+    requests = self._requests(asked, prompts, proposed, chances, when.draw)
+    return self._plan(when, queue, requests)
 
   def by_turns(
-    self, filling: Turns, rollouts: int, *, step: int, part: int, draw: int
+    self, filling: Turns, rollouts: int, sizes: Sequence[int], when: When
   ) -> Plan | None:
     """Streams take turns, a size for each, until the rollouts are used up."""
-    queue = self._turns(filling, rollouts, step, part)
-    sized = [i for i, c in enumerate(queue) if self._has_a_place(c)]
+    queue = self._turns(filling, rollouts // min(sizes), when)
+    sized = [i for i, pick in enumerate(queue) if self._has_a_place(pick)]
     prompts = [self._prompt(queue[i]) for i in sized]
     chances = self._chances(prompts)
-    sizes = self._sagc.propose_sizes(step, chances, rollouts)
-    queue = queue[: sized[len(sizes) - 1] + 1]
-    kept = [k for k in range(len(sizes)) if queue[sized[k]].weight > 0]
+    proposed = self._sagc.propose_sizes(when.step, chances, rollouts)
+    queue = queue[: sized[len(proposed) - 1] + 1]
+    kept = [k for k in range(len(proposed)) if queue[sized[k]].weight > 0]
     requests = self._requests(
       [queue[sized[k]] for k in kept],
       [prompts[k] for k in kept],
-      [sizes[k] for k in kept],
+      [proposed[k] for k in kept],
       chances[kept],
-      draw,
+      when.draw,
     )
-    return _plan(step, queue, requests)
+    return self._plan(when, queue, requests)
+
+  # --- several bundles at once (3.6) ---
+
+  def window(
+    self, wanted: Mapping[str, int], size: int, count: int, when: When
+  ) -> Plan | None:
+    """So many of each stream in each of `count` bundles, alike in predicted length.
+
+    Returns:
+      The plan of the first bundle; what is drawn for the others is in `ahead`.
+    """
+    queues, draw = {}, when.draw
+    for stream, n in wanted.items():
+      queues[stream] = []
+      for pick in self._ahead(stream, n * count, when):
+        if pick.weight > 0:
+          pick, draw = dataclasses.replace(pick, draw=draw), draw + 1
+        queues[stream].append(pick)
+    if not any(queues.values()):
+      return None
+    blocks: list[list[Pick]] = [[] for _ in range(count)]
+    for queue in queues.values():
+      placed = [pick for pick in queue if self._has_a_place(pick)]
+      highs = self._predict([self._prompt(p) for p in placed], [size] * len(placed))[1]
+      for block, mine in zip(blocks, windows(highs, count), strict=True):
+        block += [placed[i] for i in mine.tolist()]
+    order = self._order([self._durations(block, size) for block in blocks], when)
+    ahead = [tuple(blocks[i]) for i in order]
+    visits = {
+      stream: [(p.place, p.number) for p in queue]
+      for stream, queue in queues.items()
+      if queue
+    }
+    draws = {stream: [p.draw for p in queues[stream]] for stream in visits}
+    # Those pruned under `fill` have no place, and count with the first bundle.
+    first = self.drawn(ahead[0], size, when)
+    visited = sum(map(len, queues.values()))
+    more = visited - sum(map(len, blocks))
+    visited, pruned = first.visited + more, first.pruned + more
+    return dataclasses.replace(
+      first,
+      visits=visits,
+      draws=draws,
+      visited=visited,
+      pruned=pruned,
+      ahead=tuple(ahead[1:]),
+    )
+
+  def drawn(self, picks: Sequence[Pick], size: int, when: When) -> Plan:
+    """The plan of a bundle whose prompts were drawn before, with newest predictions."""
+    asked = [pick for pick in picks if pick.draw is not None]
+    prompts = [self._prompt(pick) for pick in asked]
+    requests = self._requests(asked, prompts, [size] * len(asked), None, None)
+    plan = self._plan(when, (), requests)
+    gone = len(picks) - len(asked)
+    return dataclasses.replace(plan, visited=len(picks), pruned=gone)
+
+  def _durations(self, picks: Sequence[Pick], size: int) -> tuple[np.ndarray, float]:
+    """Predicted decode steps of each engine [E], and those that learning takes."""
+    asked = [pick for pick in picks if pick.weight > 0]
+    sizes = [size] * len(asked)
+    means, highs = self._predict([self._prompt(pick) for pick in asked], sizes)
+    steps = [
+      predicted_generation(share, means, highs, self._slots)
+      for share in self._shares(sizes, means, highs)
+    ]
+    cost = self._asp.train_cost or 0.0
+    return np.array(steps), cost * size * float(np.sum(means))
+
+  def _order(
+    self, durations: Sequence[tuple[np.ndarray, float]], when: When
+  ) -> Sequence[int]:
+    return order_bundles(
+      self._asp.order,
+      np.stack([generate for generate, _ in durations]),
+      np.array([train for _, train in durations]),
+      lag=self._asp.lag,
+      seed=self._seed,
+      first=when.step,
+    )
 
   # --- who ---
 
-  def _next(self, wanted: Mapping[str, int], step: int, part: int) -> list[_Candidate]:
-    queues = [self._ahead(stream, n, step, part) for stream, n in wanted.items()]
-    queue = [candidate for queue in queues for candidate in queue]
+  def _next(self, wanted: Mapping[str, int], when: When) -> list[Pick]:
+    queues = [self._ahead(stream, n, when) for stream, n in wanted.items()]
+    queue = [pick for queue in queues for pick in queue]
     if self._is_mixed:
       places = [(i + 0.5) / len(queue) for queue in queues for i in range(len(queue))]
       queue = [queue[i] for i in np.argsort(places, kind='stable')]
     return queue
 
-  def _ahead(self, stream: str, n: int, step: int, part: int) -> list[_Candidate]:
+  def _ahead(self, stream: str, n: int, when: When) -> list[Pick]:
     """The next prompts of a stream: n, or with pruning by `fill` n that are kept."""
     if n == 0:
       return []
@@ -131,43 +249,42 @@ class Planner:
       def peek(m: int) -> list[int]:
         return [place for place, _ in self._source.peek(stream, m)]
 
-      places, _, weights = self._pruner.fill(stream, peek, n, step, part=part)
+      places, _, weights = self._pruner.fill(stream, peek, n, when.step, part=when.part)
       picks, weights = self._source.peek(stream, len(places)), weights.tolist()
     else:
       picks = self._source.peek(stream, n)
       places = [place for place, _ in picks]
-      weights = self._pruner.select(stream, places, step, part=part)[1].tolist()
+      weights = self._pruner.select(stream, places, when.step, part=when.part)[1]
+      weights = weights.tolist()
     return [
-      _Candidate(stream, place, number, weight)
+      Pick(stream, place, number, weight)
       for (place, number), weight in zip(picks, weights, strict=True)
     ]
 
-  def _turns(
-    self, filling: Turns, rollouts: int, step: int, part: int
-  ) -> list[_Candidate]:
+  def _turns(self, filling: Turns, most: int, when: When) -> list[Pick]:
     """As many as might be needed, in the order of turns."""
-    order = filling.turns(rollouts // min(self._sagc.allowed(step)))
+    order = filling.turns(most)
     queues = {
-      stream: iter(self._ahead(stream, order.count(stream), step, part))
+      stream: iter(self._ahead(stream, order.count(stream), when))
       for stream in dict.fromkeys(order)
     }
     queue = []
     for stream in order:
-      for candidate in queues[stream]:
-        queue.append(candidate)
-        if self._has_a_place(candidate):
+      for pick in queues[stream]:
+        queue.append(pick)
+        if self._has_a_place(pick):
           break
     return queue
 
-  def _has_a_place(self, candidate: _Candidate) -> bool:
+  def _has_a_place(self, pick: Pick) -> bool:
     """Whether it counts in the batch: under `fill` another comes for one pruned."""
-    return candidate.weight > 0 or not self._pruner.fills
+    return pick.weight > 0 or not self._pruner.fills
 
-  def _prompt(self, candidate: _Candidate) -> Prompt:
-    index = self._source.index(candidate.stream, candidate.place)
-    return self._prompt_of(self._source.dataset(candidate.stream), index)
+  def _prompt(self, pick: Pick) -> Prompt:
+    index = self._source.index(pick.stream, pick.place)
+    return self._prompt_of(self._source.dataset(pick.stream), index)
 
-  # --- how many answers, how long ---
+  # --- how many answers, how long, on which engine ---
 
   def _chances(self, prompts: Sequence[Prompt]) -> np.ndarray:  # [n]
     """Predicted chance that an answer straggles."""
@@ -175,34 +292,112 @@ class Planner:
       _keys(prompts), self._sagc.tau, prompt_lengths=_prompt_lengths(prompts)
     )
 
+  def _predict(
+    self, prompts: Sequence[Prompt], sizes: Sequence[int]
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Mean length of an answer and likely bound of the longest, [n] each."""
+    if self._lengths is None or not prompts:  # all alike
+      return np.ones(len(prompts)), np.ones(len(prompts))
+    return self._lengths.predict(
+      _keys(prompts), size=np.array(sizes), prompt_lengths=_prompt_lengths(prompts)
+    )
+
   def _requests(
     self,
-    asked: Sequence[_Candidate],
+    asked: Sequence[Pick],
     prompts: Sequence[Prompt],
     sizes: Sequence[int],
     chances: np.ndarray | None,
-    draw: int,
+    draw: int | None,
   ) -> list[Request]:
-    predicted = [None] * len(asked)
-    if self._lengths is not None and asked:
-      means, _ = self._lengths.predict(
-        _keys(prompts), size=np.array(sizes), prompt_lengths=_prompt_lengths(prompts)
-      )
-      predicted = means.tolist()
+    """Args:
+    draw: of the first; None: they have been drawn.
+    """
+    means = highs = [None] * len(asked)
+    if self._lengths is not None:
+      means, highs = (x.tolist() for x in self._predict(prompts, sizes))
     chances = [None] * len(asked) if chances is None else chances.tolist()
     return [
       Request(
-        draw=draw + i,
+        draw=pick.draw if draw is None else draw + i,
         prompt=prompts[i],
         size=sizes[i],
         sampling=self._sampling,
-        dataset_pass=candidate.number,
-        weight=candidate.weight,
-        predicted_length=predicted[i],
+        dataset_pass=pick.number,
+        weight=pick.weight,
+        predicted_length=means[i],
+        predicted_longest=highs[i],
         exceedance=chances[i],
+        relief=self._asp.relief,
       )
-      for i, candidate in enumerate(asked)
+      for i, pick in enumerate(asked)
     ]
+
+  def _again(self, group: Group) -> Request:
+    """Asks for what is missing of a group's answers."""
+    return dataclasses.replace(
+      group.request, relief=self._asp.relief, begun=group.completions
+    )
+
+  def _plan(self, when: When, queue: Sequence[Pick], requests: list[Request]) -> Plan:
+    """`requests` end with those of the picks in the queue that are not pruned."""
+    visits: dict[str, list[tuple[int, int]]] = {}
+    draws: dict[str, list[int | None]] = {}
+    asked = sum(pick.weight > 0 for pick in queue)
+    new = iter(requests[len(requests) - asked :])
+    for pick in queue:
+      visits.setdefault(pick.stream, []).append((pick.place, pick.number))
+      drawn = next(new).draw if pick.weight > 0 else None
+      draws.setdefault(pick.stream, []).append(drawn)
+    return Plan(
+      step=when.step,
+      version=when.version,
+      requests=requests,
+      shares=self._spread(requests),
+      visits=visits,
+      draws=draws,
+      visited=len(queue),
+      pruned=len(queue) - asked,
+    )
+
+  def _spread(self, requests: Sequence[Request]) -> tuple[Share, ...]:
+    """Which engine answers what, in which order (3.4)."""
+    missing = [_missing(request) for request in requests]
+    sizes = [len(answers) for answers in missing]
+    means = [request.predicted_length or 1.0 for request in requests]
+    highs = [request.predicted_longest or 1.0 for request in requests]
+    found = self._shares(sizes, np.array(means), np.array(highs))
+    if not any(request.begun for request in requests):
+      return found
+    return tuple(
+      dataclasses.replace(
+        share,
+        answers=np.array(
+          [
+            missing[i][k]
+            for i, k in zip(
+              share.requests.tolist(), share.answers.tolist(), strict=True
+            )
+          ],
+          np.int32,
+        ),
+      )
+      for share in found
+    )
+
+  def _shares(
+    self, sizes: Sequence[int], means: np.ndarray, highs: np.ndarray
+  ) -> tuple[Share, ...]:
+    minibatch = None if self._asp.refill else self._slots
+    how = (np.array(sizes, np.int64), means, highs, self._asp.engines)
+    return shares(*how, minibatch=minibatch)
+
+
+def _missing(request: Request) -> Sequence[int]:
+  """Numbers of the answers that are to be sampled."""
+  if request.begun:
+    return [c.answer for c in request.begun if c.finish == 'paused']
+  return range(request.size + request.relief.spare)
 
 
 def _keys(prompts: Sequence[Prompt]) -> list[tuple[str, int]]:
@@ -211,18 +406,3 @@ def _keys(prompts: Sequence[Prompt]) -> list[tuple[str, int]]:
 
 def _prompt_lengths(prompts: Sequence[Prompt]) -> np.ndarray:
   return np.array([len(prompt.tokens) for prompt in prompts], np.int64)
-
-
-def _plan(
-  step: int, queue: Sequence[_Candidate], requests: list[Request]
-) -> Plan | None:
-  """`requests` are of those in the queue that are not pruned, in its order."""
-  if not queue:
-    return None
-  plan, draws = Plan(step=step, requests=requests, visits={}, draws={}), iter(requests)
-  for candidate in queue:
-    visit = candidate.place, candidate.number
-    plan.visits.setdefault(candidate.stream, []).append(visit)
-    drawn = next(draws).draw if candidate.weight > 0 else None
-    plan.draws.setdefault(candidate.stream, []).append(drawn)
-  return plan

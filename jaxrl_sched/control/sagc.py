@@ -117,6 +117,11 @@ class SAGC:
     return self.sizes[self._index]
 
   @property
+  def period(self) -> int:
+    """Steps between which the size stays."""
+    return self._period
+
+  @property
   def needs_passed(self) -> bool:
     """Whether `observe` is to be told which answers passed."""
     return self._utility == 'signal'

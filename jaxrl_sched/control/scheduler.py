@@ -6,7 +6,7 @@ same input.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -14,37 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.control import ledger
+from jaxrl_sched.control import ledger, saved
+from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.base import check_state
-from jaxrl_sched.control.filling import Pot, Quotas, Rolling, Turns
+from jaxrl_sched.control.filling import Pot, Quotas, Turns
 from jaxrl_sched.control.learning import Learning, OpenBatch
 from jaxrl_sched.control.lengths import LengthPredictor
-from jaxrl_sched.control.planning import Plan, Planner
-from jaxrl_sched.control.quotas import requests_for
+from jaxrl_sched.control.opening import Opening, Terms, Yield
+from jaxrl_sched.control.planning import Pick, Plan, Planner, When
 from jaxrl_sched.control.sagc import SAGC, check_rollouts
 from jaxrl_sched.control.source import Source
 from jaxrl_sched.host.pruning import AnswerPruner, PromptPruner
 from jaxrl_sched.types import Group, Lesson, Prompt, Sampling
 
-VERSION = 2  # of the state
-_STATE = ('version', 'draw', 'yields', 'turns', 'source', 'carried')
+VERSION = 3  # of the state
+_STATE = ('version', 'draw', 'next', 'yields', 'turns', 'ahead', 'source', 'pending')
 _STATE += ('sagc', 'lengths', 'pruner')
-
-
-@dataclasses.dataclass
-class _Yield:
-  """How often a stream's groups turn out useful, forgetting slowly."""
-
-  useful: float = 0.0
-  generated: float = 0.0
-
-  @property
-  def rate(self) -> float:
-    return max(0.05, (self.useful + 1) / (self.generated + 2))
-
-  def count(self, useful: int, generated: int) -> None:
-    self.useful = 0.9 * self.useful + useful
-    self.generated = 0.9 * self.generated + generated
 
 
 class Scheduler:
@@ -63,7 +48,9 @@ class Scheduler:
       that `sagc` keeps to under hold='rollouts'; it begins with this size. (A carried
       group keeps the size it has, and stands for one of its stream's.)
     dynamic_sampling: False trains on every group.
-    surplus: 'carry' or 'drop'.
+    max_rounds: of a bundle; None: 8 without a lag, else 1. With a lag there is no other:
+      all engines would wait for the bundle to close.
+    surplus: 'carry' or 'drop'; None: 'carry' without a lag, else 'drop'.
     quotas: False takes useful groups from whatever stream they come.
     borrow: fill what a stream could not give with surplus of others.
     overlong_filter: truncated answers are not trained on (the learner's setting).
@@ -73,6 +60,10 @@ class Scheduler:
     advantages_of: rewards of a group [G] -> [G].
     leave_one_out: multiply advantages by G / (G - 1), which makes the gradient of
       centred ones independent of G on average.
+    asp: how far sampling runs ahead, how it is spread, bundles planned together.
+    slots: answers that a sampling engine decodes at once.
+    steps: of the run, beyond which nothing is planned. None: without end.
+    seed: of the order of bundles that are planned together.
   """
 
   def __init__(
@@ -84,8 +75,8 @@ class Scheduler:
     groups_per_step: int,
     group_size: int,
     dynamic_sampling: bool = True,
-    max_rounds: int = 8,
-    surplus: str = 'carry',
+    max_rounds: int | None = None,
+    surplus: str | None = None,
     quotas: bool = True,
     borrow: bool = False,
     overlong_filter: bool = False,
@@ -95,7 +86,16 @@ class Scheduler:
     answer_pruner: AnswerPruner | None = None,
     advantages_of: Callable[[np.ndarray], np.ndarray] = np.zeros_like,
     leave_one_out: bool = False,
+    asp: Asp | None = None,
+    slots: int = 1,
+    steps: int | None = None,
+    seed: int = 0,
   ):
+    asp = Asp() if asp is None else asp
+    if max_rounds is None:
+      max_rounds = 1 if asp.lag else 8
+    if surplus is None:
+      surplus = 'drop' if asp.lag else 'carry'
     if groups_per_step < 1 or max_rounds < 1:
       raise ValueError(
         f'scheduler: groups_per_step={groups_per_step}, max_rounds={max_rounds}; '
@@ -105,8 +105,10 @@ class Scheduler:
       raise ValueError(f"scheduler.surplus: {surplus!r}, expected 'carry' or 'drop'")
     if borrow and not quotas:
       raise ValueError('scheduler.borrow: True, expected False without quotas')
+    if asp.lag and max_rounds > 1 and dynamic_sampling:
+      raise ValueError(f'scheduler.max_rounds: {max_rounds}, expected 1 with asp.lag')
     self._rollouts = groups_per_step * group_size
-    self._by_prompt = sagc is not None and sagc.prompt_aware
+    self._check_window(asp, sagc, source, quotas)
     if sagc is not None:
       check_rollouts(sagc.sizes, self._rollouts, sagc.hold)
     self._source, self._prompt_of, self._sampling = source, prompt_of, sampling
@@ -118,10 +120,23 @@ class Scheduler:
       lengths=lengths,
       pruner=prompt_pruner,
       is_mixed=not quotas,
+      asp=asp,
+      slots=slots,
+      seed=seed,
     )
-    self._groups, self._group_size = groups_per_step, group_size
+    self._asp = asp
+    self._last = math.inf if steps is None else steps - 1  # bundle
+    self._opening = Opening(
+      source,
+      groups_per_step=groups_per_step,
+      group_size=group_size,
+      dynamic_sampling=dynamic_sampling,
+      quotas=quotas,
+      borrow=borrow,
+      sagc=sagc,
+    )
     self._dynamic, self._surplus_rule = dynamic_sampling, surplus
-    self._quotas, self._borrow = quotas, borrow
+    self._borrow = borrow
     self._overlong_filter = overlong_filter
     self._max_rounds = max_rounds if dynamic_sampling else 1
     self._sagc, self._lengths = sagc, lengths
@@ -137,105 +152,181 @@ class Scheduler:
     )
 
     self._draw = 0
-    self._yields = {stream: _Yield() for stream in source.sizes}
-    self._turns = dict.fromkeys(source.sizes, 0)  # groups so far, where sizes differ
-    self._turned: dict[str, float] = {}  # the weights they were counted under
+    self._next = 0  # the first bundle that is not planned
+    self._open: dict[int, OpenBatch] = {}  # by bundle, ascending
+    self._ahead: list[tuple[Pick, ...]] = []  # drawn for bundles not planned yet
     self._carried: list[Group] = []  # useful groups of the step before
-    self._batch: OpenBatch | None = None
+    self._paused: list[Group] = []  # to go on in the next bundle that is planned
+
+  def _check_window(
+    self, asp: Asp, sagc: SAGC | None, source: Source, quotas: bool
+  ) -> None:
+    """Bundles that are planned together have the same terms."""
+    if asp.window == 1:
+      return
+    for good, what in (
+      (quotas, 'scheduler.quotas'),
+      (not source.has_tiers, 'tiers=None'),
+      (sagc is None or not sagc.prompt_aware, 'sagc.prompt_aware=False'),
+      (
+        sagc is None or sagc.period % asp.window == 0,
+        'sagc.period a multiple of it',
+      ),
+      (not asp.pause_after, 'asp.pause_after=0'),
+    ):
+      if not good:
+        raise ValueError(f'asp.window: {asp.window}, expected 1, or {what}')
 
   # --- a step, in the order of the loop ---
 
   def plan(self, step: int) -> Plan | None:
-    """The next round; None: the batch is as full as it gets."""
-    batch = self._batch or self._open(step)
-    if batch.round >= self._max_rounds:
-      return None
-    where = dict(step=step, part=batch.round, draw=self._draw)
-    if self._by_prompt and not self._dynamic:
-      return self._planner.by_turns(batch.filling, self._rollouts, **where)
-    wanted = self._wanted(batch)
-    if self._by_prompt:
-      return self._planner.by_prompt(wanted, batch.filling.rest, **where)
-    return self._planner.alike(wanted, batch.size, **where)
+    """The next round that is due at a step, which is the snapshot it is made from.
 
-  def _open(self, step: int) -> OpenBatch:
-    """The batch of a step before its first round: carried groups are in it."""
-    size, groups = self._group_size, self._groups
-    if self._sagc is not None:
-      size = self._sagc.propose(step)
-      if self._sagc.hold == 'rollouts':
-        groups = self._rollouts // size
-    weights = self._source.weights(step)
-    if self._by_prompt:
-      sizes = self._sagc.allowed(step)
-      # Weights that have changed make new shares: nobody is owed what was before.
-      turns = self._turns if weights == self._turned else dict.fromkeys(weights, 0)
-      filling = Turns(turns, weights)
-      if self._dynamic:
-        filling = Rolling(turns, weights, self._rollouts, sizes, size)
-      groups = 0
-    elif self._quotas:
-      filling = Quotas(self._source.quotas(step, groups), borrow=self._borrow)
-    else:
-      filling = Pot(groups, weights)
+    With lag h bundle `step + h` is planned at this step, from the results of bundles
+    below `step`; at step 0 all up to bundle h are. None: nothing is due before what was
+    asked for has been observed.
+    """
+    bundle = self._due(step)
+    if bundle is None:
+      return None
+    batch = self._open.get(bundle) or self._begin(bundle, step)
+    when = When(step=bundle, version=batch.version, part=batch.round, draw=self._draw)
+    terms, filling = batch.terms, batch.filling
+    if self._opening.by_prompt and not self._dynamic:
+      return self._planner.by_turns(filling, self._rollouts, terms.sizes, when)
+    if batch.round == 0 and self._ahead:
+      return self._planner.drawn(self._ahead[0], terms.size, when)
+    is_last = batch.round + 1 == self._max_rounds
+    wanted = self._opening.wanted(filling, batch.most, is_last=is_last)
+    if self._opening.by_prompt:
+      return self._planner.by_prompt(wanted, filling.rest, terms.sizes, when)
+    if batch.round == 0 and (count := self._window(bundle)) > 1:
+      return self._planner.window(wanted, terms.size, count, when)
+    paused = self._go_on(wanted) if batch.round == 0 else []
+    return self._planner.alike(wanted, terms.size, when, paused=paused)
+
+  def _due(self, step: int) -> int | None:
+    """The bundle of the next round."""
+    batch = self._open.get(step)
+    if batch is not None and not batch.is_awaited and batch.round < self._max_rounds:
+      return step
+    bundle = max(self._next, step)
+    return bundle if bundle <= min(step + self._asp.lag, self._last) else None
+
+  def _begin(self, bundle: int, version: int) -> OpenBatch:
+    """The batch of a bundle before its first round."""
+    batch = self._batch_of(bundle, version, self._opening.terms(bundle))
+    if self._asp.lag == 0:  # what is carried need not be asked for
+      self._offer_carried(batch.filling)
+      batch.has_begun = True
+    return batch
+
+  def _batch_of(self, bundle: int, version: int, terms: Terms) -> OpenBatch:
+    filling = self._opening.filling(terms)
     most = {stream: 10 * n for stream, n in filling.lacking().items()}
-    for (stream, _), group in zip(
-      self._locate(self._carried), self._carried, strict=True
-    ):
+    return OpenBatch(bundle, version, terms, filling, most)
+
+  def _offer_carried(self, filling: Quotas | Pot | Turns) -> None:
+    located = self._locate(self._carried)
+    for (stream, _), group in zip(located, self._carried, strict=True):
       filling.offer(stream, group)
     filling.settle(last=False)
-    return OpenBatch(filling, size, groups, most)
 
-  def _wanted(self, batch: OpenBatch) -> dict[str, int]:
-    """Stream -> requests of the next round."""
-    lacking = batch.filling.lacking()
-    if not self._dynamic:
-      return lacking
-    confidence = 0.95 if batch.round + 1 == self._max_rounds else None
-    if not self._quotas:  # all streams are one
-      records = self._yields.values()
-      every = _Yield(sum(y.useful for y in records), sum(y.generated for y in records))
-      wanted = requests_for(sum(lacking.values()), every.rate, confidence)
-      return batch.filling.split(min(wanted, sum(batch.most.values())))
-    wanted = {}
-    for stream, missing in lacking.items():
-      # Where streams take turns, what one lacks grows while others give small groups.
-      most = max(batch.most[stream], 10 * missing)
-      wanted[stream] = min(
-        requests_for(missing, self._yields[stream].rate, confidence), most
-      )
-    return wanted
+  def _offer_first(self, batch: OpenBatch) -> None:
+    """What is carried, once it is known: with a lag long after the plan."""
+    if not batch.has_begun:
+      self._offer_carried(batch.filling)
+      batch.has_begun = True
+
+  def _window(self, bundle: int) -> int:
+    """How many bundles are planned together from this one on."""
+    return min(self._asp.window - bundle % self._asp.window, self._last + 1 - bundle)
+
+  def _go_on(self, wanted: dict[str, int]) -> list[Group]:
+    """Paused groups that go on in the places of as many that are wanted."""
+    chosen = []
+    for (stream, _), group in zip(
+      self._locate(self._paused), self._paused, strict=True
+    ):
+      if wanted[stream] > 0:
+        wanted[stream] -= 1
+        chosen.append(group)
+    return chosen
 
   def sent(self, plan: Plan) -> None:
     """The round is on its way."""
-    self._begin(plan.step)
-    batch = self._batch
+    batch = self._opened(plan.step, plan.version)
+    if batch.round == 0 and self._ahead:
+      self._ahead.pop(0)
+    self._ahead += plan.ahead
+    if batch.round == 0:
+      batch.asked = len(plan.requests)
     batch.round += 1
-    self._draw += len(plan.requests)
+    batch.is_awaited = True
+    batch.visited += plan.visited
+    batch.pruned += plan.pruned
+    again = {request.draw for request in plan.requests if request.begun}
+    batch.going_on = [g for g in self._paused if g.request.draw in again]
+    self._paused = [g for g in self._paused if g.request.draw not in again]
     for stream, visits in plan.visits.items():
       draws = plan.draws[stream]
+      self._draw += len(draws) - draws.count(None)
       awake = self._source.take(stream, visits, draws)
-      batch.visited += len(draws)
-      batch.pruned += draws.count(None)
       if self._pruner is not None:
         self._pruner.wake(stream, awake)
-      if self._by_prompt and not self._dynamic:
+      if self._opening.by_prompt and not self._dynamic:
         # Under `fill` others have taken the places of those pruned.
         fills = self._pruner is not None and self._pruner.fills
         batch.filling.counts[stream] += len(draws) - fills * draws.count(None)
+    if self._opening.by_prompt and not self._dynamic:
+      self._opening.took(batch.terms, batch.filling.counts)
 
-  def _begin(self, step: int) -> None:
-    """Opens the batch of a step, if that has not been done."""
-    if self._batch is not None:
-      return
-    self._batch = self._open(step)
-    self._source.begin(step, self._batch.groups)
-    if self._sagc is not None:
-      self._sagc.sent(step, self._batch.size)
+  def _opened(self, bundle: int, version: int) -> OpenBatch:
+    """The batch of a bundle, which is begun if it has not been."""
+    if bundle not in self._open:
+      batch = self._begin(bundle, version)
+      self._source.begin(bundle, batch.terms.groups)
+      if self._sagc is not None:
+        self._sagc.sent(bundle, batch.terms.size)
+      self._open[bundle] = batch
+      self._next = bundle + 1
+    return self._open[bundle]
+
+  @property
+  def _batch(self) -> OpenBatch:
+    """The batch whose groups are observed now: the oldest."""
+    return next(iter(self._open.values()))
+
+  def is_awaiting(self, step: int) -> bool:
+    """Whether groups of this step's bundle are still to come."""
+    return step in self._open and self._open[step].is_awaited
+
+  @property
+  def lag(self) -> int:
+    """Steps that sampling runs ahead of training."""
+    return self._asp.lag
+
+  def asked(self, step: int) -> int:
+    """Requests in the first round of a bundle."""
+    return self._open[step].asked
+
+  def waiting(self, step: int) -> list[Group] | None:
+    """The groups of a bundle that was finished for a checkpoint. None: it was not."""
+    return self._open[step].waiting
+
+  def keep(self, drained: Mapping[int, Sequence[Group]]) -> None:
+    """Holds groups of bundles that were finished for a checkpoint until their step."""
+    for bundle, groups in drained.items():
+      self._open[bundle].waiting = list(groups)
 
   def observe(self, groups: Sequence[Group]) -> None:
-    """Takes in a round's groups, or some of them, in draw order."""
-    batch, kinds = self._batch, ledger.kinds(groups)
+    """Takes in groups of the oldest bundle, a round of it or a part, in draw order."""
+    batch = self._batch
+    batch.is_awaited, batch.waiting, batch.going_on = False, None, []
+    self._offer_first(batch)
+    batch.paused += [group for group in groups if group.is_paused]
+    groups = [group for group in groups if not group.is_paused]
+    kinds = ledger.kinds(groups)
     located = self._locate(groups)
     by_stream: dict[str, list[int]] = {}
     for i, (stream, _) in enumerate(located):
@@ -268,6 +359,9 @@ class Scheduler:
     if not self._dynamic:  # all are trained on
       return False
     filling = self._batch.filling.copy()
+    if not self._batch.has_begun:
+      self._offer_carried(filling)
+    groups = [group for group in groups if not group.is_paused]
     located = self._locate(groups)
     for (stream, _), group, kind in zip(
       located, groups, ledger.kinds(groups), strict=True
@@ -279,17 +373,20 @@ class Scheduler:
 
   def take_batch(self, step: int) -> Lesson:
     """What to train on, perhaps nothing. More surplus may still be observed."""
-    self._begin(step)  # where carried groups have filled it there was no round
-    self._batch.lesson = self._learning.lesson(self._batch, step)
-    return self._batch.lesson
+    # Where carried groups have filled it there was no round.
+    batch = self._opened(step, step)
+    self._offer_first(batch)
+    batch.lesson = self._learning.lesson(batch, step)
+    return batch.lesson
 
   def close(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Ends the step: the controllers learn from all that it generated.
+    """Ends the step: the controllers learn from all that its bundle generated.
 
     Returns:
       Metrics of the step, and a line for each group whose fate it settled.
     """
-    batch, lesson = self._batch, self._batch.lesson
+    batch = self._open.pop(step)
+    lesson = batch.lesson
     for group, keep in zip(lesson.groups, lesson.keep, strict=True):
       used = ~group.truncated if self._overlong_filter else np.ones(group.size, bool)
       batch.settled.append(ledger.taken(group, keep, used))
@@ -301,11 +398,18 @@ class Scheduler:
       else:
         reason = 'surplus' if group.request.draw in new else 'stale'
         batch.settled.append(ledger.Entry(group, 'dropped', reason))
-    if self._by_prompt:
-      self._turns, self._turned = batch.filling.counts, self._source.weights(step)
-    self._count_yields(batch)
+    self._paused += batch.paused
+    if batch.terms.is_rolling:
+      self._opening.took(batch.terms, batch.filling.counts)
+    streams = [stream for stream, _ in batch.places]
+    useful = itertools.compress(streams, batch.useful)
+    self._opening.count(collections.Counter(streams), collections.Counter(useful))
     self._learning.learn(batch, step)
-    metrics = ledger.count(batch.seen, batch.settled, self._carried)
+    sampled = batch.seen + batch.paused
+    pending = self._carried + self._paused
+    for other in self._open.values():  # their paused groups went on there
+      pending += other.going_on
+    metrics = ledger.count(sampled, batch.settled, pending)
     metrics |= ledger.averages(batch.seen) | self._shares(lesson)
     metrics |= self._source.metrics() | self._learning.metrics(batch)
     metrics['rollout/rounds'] = batch.round
@@ -313,15 +417,22 @@ class Scheduler:
     metrics['rollout/repeats'] = len(lesson.groups) - len(prompts)
     if self._borrow:
       metrics['rollout/borrowed'] = batch.filling.borrowed
-    self._batch = None
+    metrics |= self._relief_metrics(sampled)
     return metrics, [ledger.line(entry) for entry in batch.settled]
 
-  def _count_yields(self, batch: OpenBatch) -> None:
-    streams = [stream for stream, _ in batch.places]
-    generated = collections.Counter(streams)
-    useful = collections.Counter(itertools.compress(streams, batch.useful))
-    for stream, record in self._yields.items():
-      record.count(useful[stream], generated[stream])
+  def _relief_metrics(self, sampled: Sequence[Group]) -> dict[str, float]:
+    """What is done about long answers, and what that costs in truth."""
+    found = {}
+    if self._asp.pause_after:
+      found['asp/paused'] = len([g for g in sampled if g.is_paused])
+    if self._asp.spare:
+      kept = [int(n) for group in sampled for n in group.lengths]
+      spares = [n for group in sampled for n in group.spares]
+      found['asp/spares'] = len(spares)
+      if kept and self._asp.first_finished:
+        # Spares were cut short, so that this is the least that the bias may be.
+        found['asp/length_bias'] = float(np.mean(kept) / np.mean(kept + spares) - 1)
+    return found
 
   def _shares(self, lesson: Lesson) -> dict[str, float]:
     """Of each dataset in the batch, and of each tier in its dataset."""
@@ -336,8 +447,9 @@ class Scheduler:
     return found
 
   def pending(self) -> list[dict[str, Any]]:
-    """A line for each group that is still carried: what the end of a run leaves."""
-    return [ledger.line(ledger.Entry(group, 'pending')) for group in self._carried]
+    """A line for each group without a fate: what the end of a run leaves."""
+    left = self._carried + self._paused
+    return [ledger.line(ledger.Entry(group, 'pending')) for group in left]
 
   # --- state, between two steps ---
 
@@ -350,8 +462,10 @@ class Scheduler:
     state = {
       'version': VERSION,
       'draw': self._draw,
-      'yields': {n: [y.useful, y.generated] for n, y in self._yields.items()},
-      'turns': [dict(self._turns), dict(self._turned)],
+      'next': self._next,
+      'yields': {n: [y.useful, y.generated] for n, y in self._opening.yields.items()},
+      'turns': [dict(self._opening.turns), dict(self._opening.turned)],
+      'ahead': [[list(dataclasses.astuple(p)) for p in picks] for picks in self._ahead],
       'sagc': None if self._sagc is None else self._sagc.state_dict(),
     }
     frozen = {
@@ -363,12 +477,19 @@ class Scheduler:
       )
       if controller is not None
     }
-    carried = tuple(self._carried)
+    carried, paused = tuple(self._carried), tuple(self._paused)
+    batches = tuple(self._open.values())
     return lambda: (
       dict.fromkeys(_STATE)
       | state
       | {name: write() for name, write in frozen.items()}
-      | {'carried': [ledger.pack(group) for group in carried]}
+      | {
+        'pending': {
+          'carried': [ledger.pack(group) for group in carried],
+          'paused': [ledger.pack(group) for group in paused],
+          'bundles': [saved.pack(batch) for batch in batches],
+        }
+      }
     )
 
   def state_dict(self) -> dict[str, Any]:
@@ -382,7 +503,7 @@ class Scheduler:
         f'state of scheduler: version {state["version"]}, expected {VERSION}'
       )
     self._source.load_state_dict(state['source'])  # says why streams are others
-    self._check_saved(state)
+    saved.check(state, self._source.sizes)
     for name, controller in (
       ('sagc', self._sagc),
       ('lengths', self._lengths),
@@ -393,43 +514,24 @@ class Scheduler:
         raise ValueError(f'state of scheduler: {name} was {was} when this run began')
       if controller is not None:
         controller.load_state_dict(state[name])
-    self._draw = state['draw']
-    self._yields = {name: _Yield(*y) for name, y in state['yields'].items()}
-    self._turns, self._turned = map(dict, state['turns'])
-    self._carried = [
-      ledger.unpack(
-        packed, self._prompt_of(packed['dataset'], packed['index']), self._sampling
-      )
-      for packed in state['carried']
-    ]
-    self._batch = None
+    self._draw, self._next = state['draw'], state['next']
+    self._opening.yields = {name: Yield(*y) for name, y in state['yields'].items()}
+    self._opening.turns, self._opening.turned = map(dict, state['turns'])
+    self._ahead = [tuple(Pick(*p) for p in picks) for picks in state['ahead']]
+    pending = state['pending']
+    self._carried = list(map(self._unpacked, pending['carried']))
+    self._paused = list(map(self._unpacked, pending['paused']))
+    self._open = {}
+    for packed in pending['bundles']:
+      terms = Terms(**packed['terms'])
+      batch = self._batch_of(packed['bundle'], packed['version'], terms)
+      batch.round, batch.is_awaited = 1, True
+      batch.asked = len(packed['groups'])
+      batch.visited, batch.pruned = packed['visited'], packed['pruned']
+      batch.going_on = list(map(self._unpacked, packed['going_on']))
+      batch.waiting = list(map(self._unpacked, packed['groups']))
+      self._open[batch.bundle] = batch
 
-  def _check_saved(self, state: dict[str, Any]) -> None:
-    """Refuses numbers that no run would have saved."""
-
-    def need(good: bool, key: str, value: Any, expected: str) -> None:
-      if not good:
-        raise ValueError(
-          f'state of scheduler: {key} {value!r:.60}, expected {expected}'
-        )
-
-    draw, turns = state['draw'], state['turns']
-    need(type(draw) is int and draw >= 0, 'draw', draw, 'a whole number from 0')
-    check_state('scheduler.yields', state['yields'], self._yields)
-    for stream, pair in state['yields'].items():
-      good = isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))
-      need(good, f'yields.{stream}', pair, 'two numbers from 0')
-    good = isinstance(turns, list) and len(turns) == 2
-    need(good, 'turns', turns, 'counts and weights')
-    check_state('scheduler.turns', turns[0], self._turns)
-    for stream, count in turns[0].items():
-      good = type(count) is int and count >= 0
-      need(good, f'turns.{stream}', count, 'a whole number from 0')
-    weights = turns[1]
-    good = isinstance(weights, dict) and all(map(_is_count, weights.values()))
-    need(good, 'turns', weights, 'weights from 0')
-    need(isinstance(state['carried'], list), 'carried', state['carried'], 'groups')
-
-
-def _is_count(value: Any) -> bool:
-  return type(value) in (int, float) and 0 <= value < math.inf
+  def _unpacked(self, packed: dict[str, Any]) -> Group:
+    prompt = self._prompt_of(packed['dataset'], packed['index'])
+    return ledger.unpack(packed, prompt, self._sampling)

@@ -38,6 +38,10 @@ class Source:
     """Stream -> number of prompts."""
     return self._snooze.sizes
 
+  @property
+  def has_tiers(self) -> bool:
+    return self._tiers is not None
+
   def dataset(self, stream: str) -> str:
     return self._of[stream][0]
 

@@ -222,7 +222,7 @@ def test_a_frozen_state_is_that_of_its_moment():
   s = scheduler(sizes={'a': 50}, groups_per_step=2, max_rounds=1)
   play(s, lambda r: USEFUL)
   now, later = s.state_dict(), s.freeze()
-  assert now['carried']
+  assert now['pending']['carried']
   play(s, lambda r: HARD, step=1)
   play(s, lambda r: USEFUL, step=2)
   then = written(later())
@@ -279,7 +279,7 @@ def test_a_strange_carried_group_is_refused(change):
   s = scheduler(sizes={'a': 50}, groups_per_step=2, max_rounds=1)
   play(s, lambda r: USEFUL)
   state = s.state_dict()
-  state['carried'][0] |= change
+  state['pending']['carried'][0] |= change
   with pytest.raises(ValueError, match='carried group|when this run began'):
     scheduler(sizes={'a': 50}).load_state_dict(state)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from toys import graded, through_files, written
 
+from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.difficulty import Tiers
 from jaxrl_sched.control.lengths import LengthPredictor
 from jaxrl_sched.control.sagc import SAGC
@@ -52,8 +53,28 @@ class Methods:
   overlong: bool = False
   quotas: bool = True
   borrow: bool = False
+  lag: int = 0
+  window: int = 1
+  engines: int = 1
+  spare: int = 0
+  pause_after: int = 0
 
-  def scheduler(self) -> Scheduler:
+  @property
+  def asp(self) -> Asp:
+    """Without what is refused."""
+    alike = self.quotas and not self.tiers and not self.sagc
+    by_prompt = self.sagc == 'by prompt'
+    pause_after = 0 if by_prompt or self.spare else self.pause_after
+    return Asp(
+      lag=self.lag,
+      window=self.window if alike and not pause_after else 1,
+      order='levelled' if alike and not pause_after and self.window > 1 else 'shuffled',
+      engines=self.engines,
+      spare=self.spare,
+      pause_after=pause_after,
+    )
+
+  def scheduler(self, steps: int = STEPS) -> Scheduler:
     tiers, sizes, weights = None, SIZES, WEIGHTS
     if self.tiers:
       rates = {'a': np.linspace(0, 1, 40), 'b': np.full(11, np.nan)}
@@ -80,8 +101,10 @@ class Methods:
       groups_per_step=6,
       group_size=4,
       dynamic_sampling=self.dynamic,
-      max_rounds=self.max_rounds,
+      max_rounds=None if self.lag else self.max_rounds,
       surplus=self.surplus,
+      asp=self.asp,
+      steps=steps,
       overlong_filter=self.overlong,
       quotas=self.quotas or self.sagc == 'by prompt',
       borrow=self.borrow and self.quotas and self.sagc != 'by prompt',
@@ -99,54 +122,96 @@ def plain(sizes, *, factor=0.0, **settings) -> Scheduler:
   return Scheduler(Source(snooze), prompt_of, Sampling(max_new_tokens=4), **settings)
 
 
-def answered(request, step):
+def answered(request, version):
   """A third of the prompts is easy, a third hard; answers are of all lengths."""
   rng = np.random.default_rng((5, request.draw))
   p = (0.99, 0.5, 0.1)[request.prompt.index % 3]
-  group = graded(request, rng.random(request.size) < p, version=step)
+  asked = request.size + request.relief.spare
+  verdicts = rng.random(asked) < p
+  lengths = np.minimum(LIMIT, 1 + rng.geometric(0.05, asked)).tolist()
+  spares = tuple(lengths[request.size :])
+  group = graded(request, verdicts[: request.size], version=version)
+  before = {c.answer: c for c in request.begun}
   completions = tuple(
-    dataclasses.replace(
-      c,
-      tokens=np.arange(n, dtype=np.int32),
-      logps=np.full(n, -1 / 3, np.float32),
-      finish='length' if n == LIMIT else 'stop',
-    )
-    for c, n in zip(
-      group.completions,
-      np.minimum(LIMIT, 1 + rng.geometric(0.05, request.size)).tolist(),
-      strict=True,
-    )
+    _completed(c, n, before.get(c.answer), request.relief.pause_after)
+    for c, n in zip(group.completions, lengths, strict=False)
   )
-  if request.draw % 17 == 3:  # aborted but for one answer
-    keep = slice(0, 1)
-    return dataclasses.replace(
-      group,
-      completions=completions[keep],
-      verdicts=group.verdicts[keep],
-      rewards=group.rewards[keep],
-      faults=group.faults[keep],
-    )
-  return dataclasses.replace(group, completions=completions)
+  kept = slice(0, 1 if request.draw % 17 == 3 else request.size)  # aborted but for one
+  return dataclasses.replace(
+    group,
+    completions=completions[kept],
+    verdicts=group.verdicts[kept],
+    rewards=group.rewards[kept],
+    faults=group.faults[kept],
+    spares=spares,
+  )
 
 
-def step_of(scheduler, step):
+def _completed(completion, length, before, pause_after):
+  """An answer of this length, or as far as it gets in one bundle."""
+  made = 0 if before is None else len(before.tokens)
+  if made == length:
+    return before
+  now = min(length, made + pause_after) if pause_after else length
+  finish = 'length' if now == LIMIT else 'stop'
+  earlier = () if before is None else (*before.earlier,)
+  if before is not None:
+    earlier += ((made - sum(count for count, _ in earlier), before.version),)
+  return dataclasses.replace(
+    completion,
+    tokens=np.arange(now, dtype=np.int32),
+    logps=np.full(now, -1 / 3, np.float32),
+    finish=finish if now == length else 'paused',
+    earlier=earlier,
+  )
+
+
+class Paper:
+  """Answers on paper; what is under way is a list."""
+
+  def __init__(self):
+    self.plans = []  # those under way
+
+  def submit(self, plan):
+    self.plans.append(plan)
+
+  def collect(self, bundle):
+    mine = [plan for plan in self.plans if plan.step == bundle]
+    self.plans = [plan for plan in self.plans if plan.step != bundle]
+    return [answered(r, plan.version) for plan in mine for r in plan.requests]
+
+  def drain(self, before):
+    bundles = sorted({plan.step for plan in self.plans if plan.step < before})
+    return {bundle: self.collect(bundle) for bundle in bundles}
+
+
+def step_of(scheduler, step, paper):
   rounds = []
-  while plan := scheduler.plan(step):
-    scheduler.sent(plan)
-    rounds.append(plan)
-    scheduler.observe([answered(r, step) for r in plan.requests])
+  while True:
+    while plan := scheduler.plan(step):
+      scheduler.sent(plan)
+      paper.submit(plan)
+      rounds.append(plan)
+    if not scheduler.is_awaiting(step):
+      break
+    groups = scheduler.waiting(step)
+    scheduler.observe(paper.collect(step) if groups is None else groups)
   lesson = scheduler.take_batch(step)
   scheduler.observe([])  # as the loop does where nothing is late
   return rounds, lesson, *scheduler.close(step)
 
 
-def early_step_of(scheduler, step):
+def early_step_of(scheduler, step, paper):
   """As `step_of`, but what comes after enough is heard of when it has been learned."""
   rest = []
-  while plan := scheduler.plan(step):
-    assert not rest
-    scheduler.sent(plan)
-    groups = [answered(r, step) for r in plan.requests]
+  while True:
+    while plan := scheduler.plan(step):
+      assert not rest
+      scheduler.sent(plan)
+      paper.submit(plan)
+    if not scheduler.is_awaiting(step):
+      break
+    groups = paper.collect(step)
     ends = (n for n in range(len(groups)) if scheduler.enough(groups[:n]))
     first = next(ends, len(groups))
     scheduler.observe(groups[:first])
@@ -169,6 +234,11 @@ METHODS = st.builds(
   overlong=st.booleans(),
   quotas=st.booleans(),
   borrow=st.booleans(),
+  lag=st.integers(0, 2),
+  window=st.sampled_from([1, 2, 3]),
+  engines=st.integers(1, 3),
+  spare=st.sampled_from([0, 0, 2]),
+  pause_after=st.sampled_from([0, 0, 12]),
 )
 STATIC = st.builds(
   Methods,
@@ -180,28 +250,37 @@ STATIC = st.builds(
   prompts=st.sampled_from([None, 'fill', 'fixed_candidates']),
   answers=st.sampled_from([None, 'fixed']),
   overlong=st.booleans(),
+  lag=st.integers(0, 2),
+  window=st.sampled_from([1, 2, 3]),
+  spare=st.sampled_from([0, 0, 2]),
+  pause_after=st.sampled_from([0, 0, 12]),
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(METHODS | STATIC, st.integers(0, STEPS))
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(METHODS | STATIC, st.integers(0, STEPS - 1))
 def test_sums_hold_and_a_resume_changes_nothing(methods, cut):
   """5.4, tests 1 and 2: the ledger's identities for groups, answers and tokens, for
   any combination of methods, and the same run after a checkpoint anywhere."""
   whole, resumed = methods.scheduler(), methods.scheduler()
-  total, asked, counted = collections.Counter(), [], collections.Counter()
+  paper, paper2, lag = Paper(), Paper(), methods.lag
+  total, asked, counted = collections.Counter(), set(), collections.Counter()
   for step in range(STEPS):
     if step == cut:
+      resumed.keep(paper2.drain(step + lag))
       state = through_files(resumed.state_dict())
-      resumed = methods.scheduler()
+      resumed, paper2 = methods.scheduler(), Paper()
       resumed.load_state_dict(state)
-    rounds, lesson, metrics, lines = step_of(whole, step)
-    again = step_of(resumed, step)
+    rounds, lesson, metrics, lines = step_of(whole, step, paper)
+    again = step_of(resumed, step, paper2)
     assert metrics == again[2] and lines == again[3]
     for ours, theirs in zip(lesson.keep, again[1].keep, strict=True):
       np.testing.assert_array_equal(ours, theirs)
     requests = [request for plan in rounds for request in plan.requests]
-    asked += [request.draw for request in requests]
+    asked.update(request.draw for request in requests)
+    for plan in rounds:  # 3.2
+      assert plan.version == max(0, plan.step - lag) <= step <= plan.step
+      _check_shares(plan, methods)
     counted.update(line['draw'] for line in lines)
     for what in ('groups', 'answers', 'tokens'):
       total[what] += metrics[f'rollout/{what}_generated']
@@ -217,8 +296,25 @@ def test_sums_hold_and_a_resume_changes_nothing(methods, cut):
       assert keep.shape == (group.size,) and (keep >= 0).all() and keep.any()
   # Every request is accounted for, once.
   pending = [line['draw'] for line in whole.pending()]
-  assert sorted(asked) == list(range(len(asked)))
+  assert asked == set(range(len(asked)))
   assert counted + collections.Counter(pending) == collections.Counter(asked)
+
+
+def _check_shares(plan, methods):
+  """Every answer that is to be sampled is on one engine, once."""
+  places = [
+    (i, k)
+    for share in plan.shares
+    for i, k in zip(share.requests.tolist(), share.answers.tolist(), strict=True)
+  ]
+  missing = [
+    (i, k)
+    for i, request in enumerate(plan.requests)
+    for k in range(request.size + methods.spare)
+    if not request.begun
+    or k in {c.answer for c in request.begun if c.finish == 'paused'}
+  ]
+  assert sorted(places) == missing and len(plan.shares) == methods.engines
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -226,32 +322,34 @@ def test_sums_hold_and_a_resume_changes_nothing(methods, cut):
 def test_surplus_that_is_heard_of_late_changes_nothing(methods):
   """E6: an update need not wait for grades of what will not be in it."""
   whole, early, late = methods.scheduler(), methods.scheduler(), 0
+  paper, paper2 = Paper(), Paper()
   for step in range(STEPS):
-    _, lesson, metrics, lines = step_of(whole, step)
-    again, metrics2, lines2, rest = early_step_of(early, step)
+    _, lesson, metrics, lines = step_of(whole, step, paper)
+    again, metrics2, lines2, rest = early_step_of(early, step, paper2)
     draws = [group.request.draw for group in lesson.groups]
     assert draws == [group.request.draw for group in again.groups]
     assert metrics == metrics2 and lines == lines2
     late += rest
   assert written(whole.state_dict()) == written(early.state_dict())
+  assert not paper.plans and not paper2.plans  # nothing is planned past the end
   assert methods.dynamic or late == 0
 
 
 def test_there_is_surplus_to_be_heard_of_late():
-  scheduler = Methods(max_rounds=2).scheduler()
-  assert sum(early_step_of(scheduler, step)[3] for step in range(STEPS)) > 3
+  scheduler, paper = Methods(max_rounds=2).scheduler(), Paper()
+  assert sum(early_step_of(scheduler, step, paper)[3] for step in range(STEPS)) > 3
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(METHODS | STATIC)
 def test_plans_are_pure(methods):
-  scheduler = methods.scheduler()
+  scheduler, paper = methods.scheduler(), Paper()
   for step in range(3):
     before = written(scheduler.state_dict())
     plan, again = scheduler.plan(step), scheduler.plan(step)
     if plan is None:  # carried groups fill the batch
       assert again is None
-      step_of(scheduler, step)
+      step_of(scheduler, step, paper)
       continue
     assert again.visits == plan.visits and again.draws == plan.draws
     for ours, theirs in zip(plan.requests, again.requests, strict=True):
@@ -259,13 +357,13 @@ def test_plans_are_pure(methods):
         assert getattr(ours, field) == getattr(theirs, field), field
       assert ours.prompt.id == theirs.prompt.id
     assert written(scheduler.state_dict()) == before
-    step_of(scheduler, step)
+    step_of(scheduler, step, paper)
 
 
 def decisions(methods, steps=STEPS):
   scheduler, found = methods.scheduler(), []
   for step in range(steps):
-    rounds, lesson, _, _ = step_of(scheduler, step)
+    rounds, lesson, _, _ = step_of(scheduler, step, Paper())
     found.append(
       (
         [[(r.draw, r.prompt.id, r.size, r.weight) for r in p.requests] for p in rounds],
@@ -311,9 +409,9 @@ def test_pruning_at_rate_0_decides_like_none(dynamic):
 def test_sizes_of_prompts_use_the_rollouts_exactly(dynamic):
   """1.5: the sizes of a full batch sum to N, whatever they are; quotas roll."""
   methods = Methods(dynamic=dynamic, sagc='by prompt', lengths=True, max_rounds=8)
-  scheduler, shares, full = methods.scheduler(), collections.Counter(), 0
+  scheduler, shares, full = methods.scheduler(30), collections.Counter(), 0
   for step in range(30):
-    rounds, lesson, metrics, _ = step_of(scheduler, step)
+    rounds, lesson, metrics, _ = step_of(scheduler, step, Paper())
     sizes = [group.request.size for group in lesson.groups]
     if not dynamic:
       assert sum(r.size for plan in rounds for r in plan.requests) == 24
@@ -329,10 +427,10 @@ def test_sizes_of_prompts_use_the_rollouts_exactly(dynamic):
 
 def test_a_set_of_candidates_counts_those_that_were_pruned():
   """4.2: the denominator of fixed_candidates is the candidates, the weight 1 / pi."""
-  scheduler = Methods(dynamic=False, prompts='fixed_candidates').scheduler()
+  scheduler = Methods(dynamic=False, prompts='fixed_candidates').scheduler(STEPS + 1)
   pruned = 0
   for step in range(STEPS):
-    rounds, lesson, metrics, _ = step_of(scheduler, step)
+    rounds, lesson, metrics, _ = step_of(scheduler, step, Paper())
     (plan,) = rounds
     visited = sum(map(len, plan.visits.values()))
     assert visited == 6
@@ -345,7 +443,7 @@ def test_a_set_of_candidates_counts_those_that_were_pruned():
       weights = [r.weight for r in plan.requests if r.prompt.dataset == name]
       assert sum(weights) == pytest.approx(len(draws))
     pruned += gone
-  assert pruned > 0 and step_of(scheduler, STEPS)[1].count >= 5
+  assert pruned > 0 and step_of(scheduler, STEPS, Paper())[1].count >= 5
 
 
 def _answer(step):
@@ -354,10 +452,10 @@ def _answer(step):
 
 def test_pruned_prompts_are_passed_over_in_their_pass():
   """4.4: a skipped candidate counts as visited: every prompt once a pass."""
-  scheduler = Methods(dynamic=False, prompts='fixed_candidates').scheduler()
+  scheduler = Methods(dynamic=False, prompts='fixed_candidates').scheduler(24)
   visits = collections.Counter()
   for step in range(24):
-    for plan in step_of(scheduler, step)[0]:
+    for plan in step_of(scheduler, step, Paper())[0]:
       for stream, visited in plan.visits.items():
         visits.update((stream, place, number) for place, number in visited)
   assert set(visits.values()) == {1}

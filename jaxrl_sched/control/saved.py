@@ -1,0 +1,72 @@
+"""A scheduler's state in a checkpoint: bundles under way, and what no run would save."""
+
+from collections.abc import Iterable
+import dataclasses
+import math
+from typing import Any
+
+from jaxrl_sched.control import ledger
+from jaxrl_sched.control.base import check_state
+from jaxrl_sched.control.learning import OpenBatch
+from jaxrl_sched.control.opening import Terms
+
+_PENDING = ('carried', 'paused', 'bundles')
+_BUNDLE = ('bundle', 'version', 'terms', 'visited', 'pruned', 'going_on', 'groups')
+
+
+def pack(batch: OpenBatch) -> dict[str, Any]:
+  """A bundle that was planned and not observed. Its groups are those that a checkpoint
+  has waited for; None where nobody has."""
+  groups = batch.waiting
+  return {
+    'bundle': batch.bundle,
+    'version': batch.version,
+    'terms': dataclasses.asdict(batch.terms),
+    'visited': batch.visited,
+    'pruned': batch.pruned,
+    'going_on': [ledger.pack(group) for group in batch.going_on],
+    'groups': None if groups is None else [ledger.pack(group) for group in groups],
+  }
+
+
+def check(state: dict[str, Any], streams: Iterable[str]) -> None:
+  """Refuses numbers that no run would have saved."""
+
+  def need(good: bool, key: str, value: Any, expected: str) -> None:
+    if not good:
+      raise ValueError(f'state of scheduler: {key} {value!r:.60}, expected {expected}')
+
+  def need_whole(key: str, value: Any) -> None:
+    good = type(value) is int and value >= 0
+    need(good, key, value, 'a whole number from 0')
+
+  turns, pending, own = state['turns'], state['pending'], dict.fromkeys(streams)
+  need_whole('draw', state['draw'])
+  need_whole('next', state['next'])
+  check_state('scheduler.yields', state['yields'], own)
+  for stream, pair in state['yields'].items():
+    good = isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))
+    need(good, f'yields.{stream}', pair, 'two numbers from 0')
+  need(
+    isinstance(turns, list) and len(turns) == 2, 'turns', turns, 'counts and weights'
+  )
+  check_state('scheduler.turns', turns[0], own)
+  for stream, count in turns[0].items():
+    need_whole(f'turns.{stream}', count)
+  weights = turns[1]
+  good = isinstance(weights, dict) and all(map(_is_count, weights.values()))
+  need(good, 'turns', weights, 'weights from 0')
+  need(isinstance(state['ahead'], list), 'ahead', state['ahead'], 'bundles')
+  check_state('scheduler.pending', pending, dict.fromkeys(_PENDING))
+  for name in _PENDING:
+    need(isinstance(pending[name], list), name, pending[name], 'a list')
+  for bundle in pending['bundles']:
+    check_state('scheduler.bundles', bundle, dict.fromkeys(_BUNDLE))
+    terms = dict.fromkeys(f.name for f in dataclasses.fields(Terms))
+    check_state('scheduler.terms', bundle['terms'], terms)
+    groups = bundle['groups']
+    need(isinstance(groups, list), 'groups', groups, 'those of a bundle under way')
+
+
+def _is_count(value: Any) -> bool:
+  return type(value) in (int, float) and 0 <= value < math.inf
