@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 from typing import Any
 
+from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.sagc_checks import check_sizes
 from jaxrl_sched.device import losses
 from jaxrl_sched.device.learner import make_optimizer
@@ -56,18 +57,18 @@ def check_numbers(c: dict[str, Any]) -> None:
     cap = c['loss']['tis_cap']
     need(cap is None, 'loss.tis_cap', cap, 'None, as there is a teacher')
 
-  mesh = c['mesh']
-  parts = mesh['data'] * mesh['fsdp']
-  for name, value in mesh.items():
-    need(value >= 1, f'mesh.{name}', value, 'at least 1')
-  prefill = c['sampler']['prefill_rows']
-  multiple = f'a multiple of mesh.data * mesh.fsdp = {parts}'
-  for key, value in (
-    ('sampler.slots', c['sampler']['slots']),
-    ('sampler.prefill_rows', prefill),
-    ('learner.rows', c['learner']['rows']),
+  of_sampler = 'mesh' if c['sampler_mesh'] is None else 'sampler_mesh'
+  for mesh in {'mesh', of_sampler}:
+    for name, value in c[mesh].items():
+      need(value >= 1, f'{mesh}.{name}', value, 'at least 1')
+  for mesh, block, name in (
+    (of_sampler, 'sampler', 'slots'),
+    (of_sampler, 'sampler', 'prefill_rows'),
+    ('mesh', 'learner', 'rows'),
   ):
-    need(value >= 1 and value % parts == 0, key, value, multiple)
+    parts, value = c[mesh]['data'] * c[mesh]['fsdp'], c[block][name]
+    multiple = f'a multiple of {mesh}.data * {mesh}.fsdp = {parts}'
+    need(value >= 1 and value % parts == 0, f'{block}.{name}', value, multiple)
   longest = c['prompts']['max_tokens'] + most
   need(
     c['learner']['row_tokens'] >= longest,
@@ -79,6 +80,7 @@ def check_numbers(c: dict[str, Any]) -> None:
   need(chunk >= 1, 'sampler.chunk', chunk, 'at least 1')
   _check_choices(c, need)
   _check_controllers(c, need)
+  _check_asp(c, need)
 
 
 def _check_controllers(c: dict[str, Any], need: Callable) -> None:
@@ -130,6 +132,29 @@ def _check_controllers(c: dict[str, Any], need: Callable) -> None:
     need(good, 'prune_prompts.regime', regime, expected)
   every = c['checkpoint']['compare_every']
   need(every >= 1, 'checkpoint.compare_every', every, 'at least 1')
+
+
+def _check_asp(c: dict[str, Any], need: Callable) -> None:
+  """How far sampling runs ahead, and how it is spread."""
+  with named('config.'):
+    asp = Asp(**c['asp'])
+  if c['teacher'] is not None:
+    need(asp == Asp(), 'asp', c['asp'], 'its defaults, as there is a teacher')
+  if c['sampler_mesh'] is None:
+    expected = '1, as samplers share the devices of mesh (config.sampler_mesh is None)'
+    need(asp.engines == 1, 'asp.engines', asp.engines, expected)
+  most = c['sampling']['max_new_tokens']
+  expected = f'less than sampling.max_new_tokens={most}'
+  need(asp.pause_after < most, 'asp.pause_after', asp.pause_after, expected)
+  average = c['loss']['averaging'] or AVERAGING[c['loss']['kind']]
+  if asp.window > 1:
+    # Bundles are alike in length: a token of a short one would count for more.
+    expected = "'group', 'sequence' or 'constant' with asp.window above 1"
+    need(average != 'token', 'loss.averaging', average, expected)
+  rounds, dynamic = c['scheduler']['max_rounds'], c['scheduler']['dynamic_sampling']
+  expected = 'None or 1 with asp.lag: all engines would wait for the bundle to close'
+  good = asp.lag == 0 or not dynamic or rounds in (None, 1)
+  need(good, 'scheduler.max_rounds', rounds, expected)
 
 
 def _check_choices(c: dict[str, Any], need: Callable) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from jaxrl_sched import settings
-from jaxrl_sched.checks import check_numbers
+from jaxrl_sched.checks import check_numbers, named
+from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.difficulty import open_tiers
 from jaxrl_sched.control.lengths import LengthPredictor
 from jaxrl_sched.control.sagc import SAGC
@@ -120,8 +121,10 @@ BLOCKS = {
     Scheduler,
     *('source', 'prompt_of', 'sampling', 'overlong_filter'),
     *('sagc', 'lengths', 'prompt_pruner', 'answer_pruner'),
-    *('advantages_of', 'leave_one_out'),
+    *('advantages_of', 'leave_one_out', 'asp', 'slots', 'steps', 'seed'),
   ),
+  'asp': _block(Asp, absent='defaults'),
+  'sampler_mesh': _block(make_mesh, 'devices', absent='off'),
   'tiers': _block(open_tiers, 'ids', 'weights', 'steps', absent='off'),
   'snooze': _block(Snooze, 'datasets', 'weights', 'seed', absent='off'),
   'sagc': _block(SAGC, 'start', 'seed', absent='off'),
@@ -150,6 +153,8 @@ def free(c: dict[str, Any]) -> tuple[str, ...]:
   hang |= any(
     c[name] is not None for name in ('prune_prompts', 'prune_answers', 'tiers')
   )
+  # Nothing is planned past the end, so that a longer run had other bundles under way.
+  hang |= c['asp']['lag'] > 0 or c['asp']['window'] > 1
   steps = () if hang else ('steps',)
   return (*steps, 'evaluate', 'checkpoint', 'log', 'grading')
 
@@ -400,6 +405,18 @@ def judge_folder(c: dict[str, Any], folder: str) -> str:
   return f'hf-{pathlib.Path(folder).resolve().name}'
 
 
+def sampler_meshes(c: dict[str, Any], mesh: jax.sharding.Mesh) -> list:
+  """The mesh of each sampling engine: the learner's, or the devices after it."""
+  if c['sampler_mesh'] is None:
+    return [mesh]
+  rest, found = jax.devices()[mesh.size :], []
+  for e in range(c['asp']['engines']):
+    with named(f'config.sampler_mesh, engine {e}, beside config.mesh: '):
+      found.append(make_mesh(**c['sampler_mesh'], devices=rest))
+    rest = rest[found[-1].size :]
+  return found
+
+
 def build_engine(
   run: Run,
   workdir: pathlib.Path,
@@ -428,17 +445,20 @@ def build_engine(
     model=description,
     read_only=read_only,
   )
-  sampler = Sampler(
-    parameters,
-    model,
-    slots=run.sampler.slots,
-    cache_length=run.cache_length,
-    chunk=run.sampler.chunk,
-    prefill_rows=run.sampler.prefill_rows,
-    mesh=mesh,
-    seed=run.c['seed'],
-    detokenize=lambda ids: answer_text(run.tokenizer, ids, ()),
-  )
+  samplers = [
+    Sampler(
+      parameters,
+      model,
+      slots=run.sampler.slots,
+      cache_length=run.cache_length,
+      chunk=run.sampler.chunk,
+      prefill_rows=run.sampler.prefill_rows,
+      mesh=of_sampler,
+      seed=run.c['seed'],
+      detokenize=lambda ids: answer_text(run.tokenizer, ids, ()),
+    )
+    for of_sampler in sampler_meshes(run.c, mesh)
+  ]
   learner = Learner(
     parameters,
     trained,
@@ -452,12 +472,14 @@ def build_engine(
     seed=run.c['seed'],
   )
   return DeviceEngine(
-    sampler=sampler,
+    samplers=samplers,
     learner=learner,
     grader=GradingPool(**run.c['grading'], warm=run.verifiers),
     tokenizer=run.tokenizer,
     checkpoints=checkpoints,
     max_new_tokens=run.sampling.max_new_tokens,
+    lag=run.c['asp']['lag'],
+    longest_part=run.sampling.max_new_tokens if run.c['asp']['pause_after'] else 0,
     window=run.learner.window,
     share_prompt=run.learner.share_prompt,
     overlong=run.c['overlong'],

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_sched.checks import named
+from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.difficulty import open_tiers
 from jaxrl_sched.control.lengths import LengthPredictor
 from jaxrl_sched.control.quotas import split
@@ -92,6 +93,10 @@ def make_scheduler(
     leave_one_out=sagc is not None
     and sagc.prompt_aware
     and not c['advantage']['divide_by_std'],
+    asp=Asp(**c['asp']),
+    slots=c['sampler']['slots'],
+    steps=c['steps'],
+    seed=c['seed'],
     **s,
   )
 

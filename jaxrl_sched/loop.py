@@ -11,7 +11,7 @@ from jaxrl_sched.engine import Engine, Stopped
 from jaxrl_sched.metrics import Recorder
 from jaxrl_sched.types import Group
 
-_BUSY = ('generate', 'reward', 'learn')
+_BUSY = ('generate', 'reward', 'learn', 'load')
 
 
 def train(

@@ -571,10 +571,10 @@ def test_a_table_of_pass_rates_makes_tiers(tmp_path):
   file.write_text(
     '\n'.join(json.dumps({'id': i, 'pass_rate': r}) for i, r in rates.items())
   )
-  run = prepared(f'tiers.table={file}', 'steps=10')
-  for step, tiers in ((0, {0.5, 1.0}), (5, {0.0, 0.5, 1.0})):
+  run = prepared(f'tiers.table={file}', 'steps=60')
+  for first, tiers in ((0, {0.5, 1.0}), (30, {0.0, 0.5, 1.0})):
     seen = set()
-    for _ in range(30):
+    for step in range(first, first + 30):
       plan = run.scheduler.plan(step)
       run.scheduler.sent(plan)
       for stream, visits in plan.visits.items():

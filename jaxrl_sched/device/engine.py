@@ -10,19 +10,23 @@ import jax
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl_sched.control.asp import shares
 from jaxrl_sched.control.base import digest
+from jaxrl_sched.control.planning import Plan
 from jaxrl_sched.device import multihost
 from jaxrl_sched.device.checkpoint import Checkpoints
+from jaxrl_sched.device.lanes import Job, Key, Lane, advance_one, busy_within
 from jaxrl_sched.device.learner import Learner
 from jaxrl_sched.device.references import References
 from jaxrl_sched.device.sampler import Sampler
 from jaxrl_sched.device.tokenizers import answer_text
-from jaxrl_sched.engine import Stopped
+from jaxrl_sched.engine import Span, Stopped
 from jaxrl_sched.host import packing
 from jaxrl_sched.host.grading import Grade, GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
-from jaxrl_sched.types import Completion, Group, Lesson, Request
+from jaxrl_sched.types import Completion, Group, Lesson, Request, Share
 
+EVALUATION = -1  # in place of a bundle
 FAILED_IN_A_ROW = 512  # answers without a verdict, and the verifier is broken
 
 
@@ -45,11 +49,18 @@ class CompileCounter:
 class DeviceEngine:
   """Samples, grades and learns on this process's devices.
 
+  Without a lag sampling and learning take turns. With one the learner's work is
+  launched, and while the device is at it the samplers go on with bundles ahead: one
+  thread launches all.
+
   Args:
-    teacher: answers in the sampler's place during training, or None.
+    samplers: one a sampling engine; each on its own mesh, or on the learner's.
+    lag: steps that sampling runs ahead, which says how many versions are held.
+    teacher: answers in the samplers' place during training, or None.
     overlong: keyword arguments of `overlong_penalty` but for the limit, or None.
     max_new_tokens: of training; the limit that shaping and averaging speak of.
     window, share_prompt: of the packing.
+    longest_part: tokens of an answer that is paused and gone on with.
     stopping: whether (since a signal came) the run is to stop.
 
   Attributes:
@@ -59,34 +70,42 @@ class DeviceEngine:
   def __init__(
     self,
     *,
-    sampler: Sampler,
+    samplers: Sequence[Sampler],
     learner: Learner,
     grader: GradingPool,
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: Checkpoints,
     max_new_tokens: int,
+    lag: int = 0,
     window: int = 16,
     share_prompt: bool = False,
+    longest_part: int = 0,
     overlong: dict[str, Any] | None = None,
     teacher: References | None = None,
     stopping: Callable[[], bool] = lambda: False,
   ):
     self.step = 0
+    self._zero = time.perf_counter()  # of our clock
     self.progress: Callable[[str], None] = lambda text: None
-    self._sampler, self._learner, self._grader = sampler, learner, grader
+    self._samplers, self._learner, self._grader = list(samplers), learner, grader
     self._tokenizer, self._checkpoints = tokenizer, checkpoints
-    self._max_new_tokens, self._window = max_new_tokens, window
-    self._share_prompt = share_prompt
+    self._max_new_tokens, self._window, self._lag = max_new_tokens, window, lag
+    self._share_prompt, self._longest_part = share_prompt, longest_part
     self._overlong = overlong
-    self._teacher = teacher
     self._stopping = stopping
-    self._submitted: list[Request] = []
-    # Sampled, and not yet given away as groups; their grades, as far as they are known.
-    self._sampled: list[tuple[Request, tuple[Completion, ...]]] = []
-    self._grades: dict[tuple[int, int], Grade] = {}
+    names = [f'engine {e}' for e in range(len(self._samplers))]
+    self._judges = [Lane(n, e, self._samplers[e]) for e, n in enumerate(names)]
+    self._lanes = self._judges
+    if teacher is not None:
+      self._lanes = [Lane(name, e, teacher) for e, name in enumerate(names)]
+    self._has_teacher = teacher is not None
+    self._jobs: list[Job] = []  # submitted and not given away, in that order
+    self._grades: dict[Key, Grade] = {}  # of groups that have not been given away
     self._compiled = CompileCounter()
-    self._times = dict.fromkeys(('generate_s', 'reward_s'), 0.0)
+    self._reward_s = 0.0
     self._idle: list[float] = []
+    self._since = time.perf_counter()  # when the newest update was done
+    self._learned: list[Span] = []  # since the last call of `spans`
     self._failed = 0  # answers in a row that could not be graded
     self._warned: set[tuple[str, str]] = set()
 
@@ -96,12 +115,17 @@ class DeviceEngine:
   def compare(self, what: str, make: Callable[[], Any]) -> None:
     multihost.compare(what, lambda: digest(make()), name=f'compare {self.step}')
 
+  def now(self) -> float:
+    return time.perf_counter() - self._zero
+
   def warm_up(self, longest_prompt: int) -> None:
     """Compiles everything, so that no step does, the first after a resume included."""
-    self._sampler.warm_up(longest_prompt)
+    for sampler in self._samplers:
+      sampler.warm_up(longest_prompt, longest_part=self._longest_part)
     self._learner.warm_up(share_prompt=self._share_prompt)
-    self._sampler.load(self._learner.parameters, self.step)
+    self._publish()
     self._compiled.take()
+    self._since = time.perf_counter()
 
   def restore(self, step: int | None = None) -> dict[str, Any] | None:
     """Loads a checkpoint, the newest whole one. Returns the controllers' state."""
@@ -110,11 +134,11 @@ class DeviceEngine:
       return None
     self.step, self._learner.state, control, pending = found
     self._publish()
-    return control | {'carried': pending}
+    return control | {'pending': pending}
 
   def save(self, control: dict[str, Any], *, score: float | None) -> None:
     control = dict(control)
-    pending = control.pop('carried')
+    pending = control.pop('pending')
     self._checkpoints.save(
       self.step, self._learner.state, control=control, pending=pending, score=score
     )
@@ -123,96 +147,152 @@ class DeviceEngine:
     """Until the last save is committed. Raises RuntimeError if it failed."""
     self._checkpoints.wait()
 
-  def submit(self, requests: Sequence[Request]) -> None:
-    self._check()
-    self._submitted.extend(requests)
+  # --- sampling ---
 
-  def collect(self, enough: Callable[[Sequence[Group]], bool]) -> list[Group]:
-    requests, self._submitted = self._submitted, []
-    source = self._sampler if self._teacher is None else self._teacher
-    self._sample('sampling', source, requests)
-    self._idle.append(source.idle_share)
-    groups = self._grade(while_waiting=self._check, enough=enough)
+  def submit(self, plan: Plan) -> None:
+    self._check()
+    self._put(self._lanes, plan.step, plan.version, plan.requests, plan.shares)
+
+  def _put(
+    self,
+    lanes: Sequence[Lane],
+    bundle: int,
+    version: int,
+    requests: Sequence[Request],
+    shares: Sequence[Share],
+  ) -> Job:
+    """Queues a round. Answers are graded while others are sampled."""
+
+    def grade(request: Request, completion: Completion) -> None:
+      job.ended += 1
+      if not request.relief.pause_after:  # else it may have to wait for others
+        self._grade(request, completion)
+
+    job = Job(bundle, version, list(requests), shares, grade)
+    self._jobs.append(job)
+    for lane in lanes:
+      lane.put(job)
+    return job
+
+  def _grade(self, request: Request, completion: Completion) -> None:
+    if completion.finish != 'aborted':
+      text = self.text_of(completion, request.sampling.stop_ids)
+      self._grader.submit((completion.draw, completion.answer), text, request.prompt)
+
+  def collect(
+    self, bundle: int, enough: Callable[[Sequence[Group]], bool]
+  ) -> list[Group]:
+    job = next(job for job in self._jobs if job.bundle == bundle)
+    self._finish(job, 'sampling', self._check)
+    self._idle.append(job.idle_share())
+    # Sampling goes on while answers are graded.
+    groups = self._graded_groups(job, lambda: self._check() or self._go_on(), enough)
     return [self._shape(group) for group in groups]
 
   def collect_rest(self) -> list[Group]:
     # Nothing may stop this half-way: an update has been made already. The time is that
     # of a step whose times have been told, and whoever waits knows it.
-    kept = dict(self._times)
-    groups = self._grade(while_waiting=lambda: None)
-    self._times = kept
+    kept, groups = self._reward_s, []
+    for job in [job for job in self._jobs if job.sampled]:
+      groups += self._graded_groups(job, self._go_on)
+    self._reward_s = kept
     return [self._shape(group) for group in groups]
+
+  def drain(self, before: int) -> dict[int, list[Group]]:
+    self._forget(lambda job: job.bundle >= before)
+    found, kept = {}, self._reward_s
+    for job in list(self._jobs):
+      self._finish(job, 'finishing', lambda: None)
+      groups = self._graded_groups(job, self._go_on)
+      found[job.bundle] = [self._shape(group) for group in groups]
+    self._reward_s = kept
+    return found
+
+  def _forget(self, is_lost: Callable[[Job], bool]) -> None:
+    for lane in [*self._lanes, *self._judges]:
+      lane.give_up(is_lost)
+    self._jobs = [job for job in self._jobs if not is_lost(job)]
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     self._check()
-    kept = dict(self._times)
-    self._sample('evaluating', self._sampler, requests)
-    groups = self._grade(while_waiting=self._check)
-    self._times = kept  # not the time of a step
+    began, kept = time.perf_counter(), self._reward_s
+    ones = np.ones(len(requests))
+    sizes = [request.size for request in requests]
+    spread = shares(sizes, ones, ones, len(self._judges))
+    job = self._put(self._judges, EVALUATION, self.step, requests, spread)
+    try:
+      self._finish(job, 'evaluating', self._check)
+      groups = self._graded_groups(job, self._check)
+    finally:
+      self._forget(lambda other: other is job)
+    self._reward_s = kept  # not the time of a step
+    self._since += time.perf_counter() - began
     return groups
 
   def text_of(self, completion: Completion, stop_ids: Sequence[int]) -> str:
     return answer_text(self._tokenizer, completion.tokens, stop_ids)
 
-  def _sample(self, doing: str, source, requests: Sequence[Request]) -> None:
-    """Samples, and hands each answer to the graders while others are sampled."""
-    ended, total = 0, sum(request.size for request in requests)
+  def _go_on(self) -> bool:
+    """One sampler a chunk further, with whatever it is at. Whether there was work."""
+    lanes = self._lanes if not self._has_teacher else [*self._lanes, *self._judges]
+    return advance_one(lanes, in_order=multihost.count() > 1)
 
-    def grade(request: Request, completion: Completion) -> None:
-      nonlocal ended
-      ended += 1
-      text = self.text_of(completion, request.sampling.stop_ids)
-      self._grader.submit((completion.draw, completion.answer), text, request.prompt)
+  def _finish(self, job: Job, doing: str, look: Callable[[], None]) -> None:
+    """Samples until all of this round has ended; what was submitted before it, first."""
+    if job.sampled is not None:
+      return
+    total = sum(len(share.requests) for share in job.shares)
+    while not job.done:
+      look()
+      self._go_on()
+      self.progress(f'{doing} {min(job.ended, total)}/{total} answers')
+    by_draw: dict[int, list[Completion]] = {r.draw: [] for r in job.requests}
+    for (draw, _), completion in sorted(job.completions().items()):
+      by_draw[draw].append(completion)
+    job.sampled, cut = [], {}
+    for (draw, _), tokens in sorted(job.cut().items()):
+      cut.setdefault(draw, []).append(tokens)
+    for request in job.requests:
+      completions = by_draw[request.draw]
+      if request.relief.pause_after and not any(map(_is_paused, completions)):
+        for completion in completions:
+          self._grade(request, completion)
+      gone = tuple(cut.get(request.draw, ()))
+      if not any(map(_is_paused, completions)):
+        gone += tuple(len(c.tokens) for c in completions if c.finish == 'aborted')
+        completions = [c for c in completions if c.finish != 'aborted']
+      job.sampled.append((request, completions, gone))
 
-    def look() -> None:
-      self._check()
-      self.progress(f'{doing} {ended}/{total} answers')
-
-    began = time.perf_counter()
-    self._sampled, self._grades = [], {}
-    rest = iter(source.generate(requests, on_finish=grade, on_chunk=look))
-    for request in requests:
-      self._sampled.append((request, tuple(next(rest) for _ in range(request.size))))
-    self._times['generate_s'] += time.perf_counter() - began
-
-  def _grade(
+  def _graded_groups(
     self,
-    *,
-    while_waiting: Callable[[], None],
+    job: Job,
+    while_waiting: Callable[[], Any],
     enough: Callable[[Sequence[Group]], bool] = lambda groups: False,
   ) -> list[Group]:
-    """Groups of what has been sampled, in draw order; with `enough` the first ones."""
+    """Groups of a round, in draw order; with `enough` the first ones."""
     began = time.perf_counter()
+    keys = [
+      (c.draw, c.answer)
+      for _, completions, _ in job.sampled
+      if not any(map(_is_paused, completions))
+      for c in completions
+      if (c.draw, c.answer) not in self._grades
+    ]
     self._grades |= self._grader.collect(
+      keys,
       while_waiting=while_waiting,
-      enough=lambda grades: enough(self._graded(self._grades | grades)),
+      enough=lambda grades: enough(_graded(job, self._grades | grades)),
     )
-    self._times['reward_s'] += time.perf_counter() - began
-    groups = self._graded(self._grades)
-    self._sampled = self._sampled[len(groups) :]
+    self._reward_s += time.perf_counter() - began
+    groups = _graded(job, self._grades)
+    job.sampled = job.sampled[len(groups) :]
+    if not job.sampled:
+      self._jobs.remove(job)
     for group in groups:
-      grades = [self._grades.pop((group.request.draw, k)) for k in range(group.size)]
-      self._check_grading(grades)
-      self._warn(group.request, grades)
-    return groups
-
-  def _graded(self, grades: dict[tuple[int, int], Grade]) -> list[Group]:
-    """The first of what has been sampled, as far as there are grades for all."""
-    groups = []
-    for request, completions in self._sampled:
-      found = [grades.get((request.draw, k)) for k in range(request.size)]
-      if None in found:
-        break
-      verdicts = np.array([g.score for g in found], np.float32)
-      groups.append(
-        Group(
-          request=request,
-          completions=completions,
-          verdicts=verdicts,
-          rewards=verdicts,
-          faults=tuple(g.fault for g in found),
-        )
-      )
+      if not group.is_paused:
+        grades = [self._grades.pop((c.draw, c.answer)) for c in group.completions]
+        self._check_grading(grades)
+        self._warn(group.request, grades)
     return groups
 
   def _check_grading(self, grades: Sequence[Grade]) -> None:
@@ -285,45 +365,125 @@ class DeviceEngine:
         'packing/density': packing.density(batches),
         'packing/rows': sum(int(b.segments.any(axis=1).sum()) for b in batches),
       }
-      lags = np.concatenate(
-        [
-          np.full(len(c.tokens), self.step - c.version)
-          for g, k in zip(groups, keep, strict=True)
-          for c, kept in zip(g.completions, k, strict=True)
-          if kept
-        ]
-      )
-      metrics |= {'lag/mean': float(lags.mean()), 'lag/max': int(lags.max())}
-      if self._teacher is not None:
+      lags = self._lags(groups, keep)
+      metrics |= lag_metrics(lags)
+      if self._has_teacher:
         # References carry log-probs of 0, so the gap to them is the likelihood.
         metrics['nll'] = metrics['mismatch/logp_abs_mean']
-      if self._teacher is not None or not (lags == 0).any():
+      if self._has_teacher or not (lags == 0).any():
         # No answer of the current weights, so no gap between sampler and learner.
         gap = 'mismatch/logp_abs_'
         metrics = {k: v for k, v in metrics.items() if not k.startswith(gap)}
     self.step += 1
-    self._publish()
-    # The next sampling needs the new weights anyway; waiting here keeps times honest.
+    if self._lag:  # samplers go on while the device learns
+      while not _is_ready(self._learner.state) and multihost.count() == 1:
+        if not self._go_on():
+          break
+    # Waiting here keeps times honest.
     jax.block_until_ready(self._learner.state)
-    times = self._times | {'learn_s': time.perf_counter() - began}
-    self._times = dict.fromkeys(self._times, 0.0)
-    idle, self._idle = self._idle, []
-    return (
-      metrics
-      | {f'time/{name}': value for name, value in times.items()}
-      | {
-        'rollout/idle_slots': float(np.mean(idle)) if idle else 0.0,
-        'compile/count': self._compiled.take(),
-      }
+    learned_at = time.perf_counter()
+    self._publish()
+    self._learned.append(Span('learner', 'learn', self.step - 1, began, learned_at))
+    return metrics | self._times(began, learned_at)
+
+  def _lags(self, groups: Sequence[Group], keep: Sequence[np.ndarray]) -> np.ndarray:
+    """Versions between sampling and learning, of each token trained on."""
+    return np.concatenate(
+      [
+        self.step - c.versions
+        for g, k in zip(groups, keep, strict=True)
+        for c, kept in zip(g.completions, k, strict=True)
+        if kept
+      ]
     )
 
+  def _times(self, began: float, learned_at: float) -> dict[str, float]:
+    """Where the time since the last update went, and what else is of the step."""
+    since, now = self._since, time.perf_counter()
+    self._since = now
+    generated = np.mean(
+      [busy_within([*lane.spans, *lane.running()], since, now) for lane in self._lanes]
+    )
+    idle, self._idle = self._idle, []
+    reward, self._reward_s = self._reward_s, 0.0
+    return {
+      'time/generate_s': float(generated),
+      'time/reward_s': reward,
+      'time/learn_s': learned_at - began,
+      'time/load_s': now - learned_at,
+      'time/idle_s/sampler': now - since - float(generated),
+      'time/idle_s/learner': now - since - (learned_at - began),
+      'rollout/idle_slots': float(np.mean(idle)) if idle else 0.0,
+      'compile/count': self._compiled.take(),
+    }
+
+  def spans(self) -> list[Span]:
+    found, self._learned = self._learned, []
+    for lane in dict.fromkeys([*self._lanes, *self._judges]):
+      found += lane.spans
+      lane.spans = []
+    found = [
+      dataclasses.replace(s, begin=s.begin - self._zero, end=s.end - self._zero)
+      for s in found
+    ]
+    return sorted(found, key=lambda span: (span.end, span.lane))
+
   def _publish(self) -> None:
-    self._sampler.load(self._learner.parameters, self.step)
-    if self._teacher is not None:
-      self._teacher.load(None, self.step)
+    """Brings the weights of this step to the samplers, once."""
+    needed = [v for lane in self._judges for v in lane.versions()]
+    oldest = min([*needed, self.step])
+    for sampler in self._samplers:
+      sampler.forget(oldest)
+      sampler.load(self._learner.parameters, self.step)
+    for sampler in self._samplers:
+      sampler.wait()
 
   def close(self) -> None:
     try:
       self._checkpoints.close()
     finally:
       self._grader.close()
+
+
+NOT_YET = Grade(score=0.0, fault=None, detail='', seconds=0.0)  # of a paused group
+
+
+def _graded(job: Job, grades: dict[Key, Grade]) -> list[Group]:
+  """The first groups of a round, as far as there are grades for all answers."""
+  groups = []
+  for request, completions, gone in job.sampled:
+    if any(map(_is_paused, completions)):
+      found = [NOT_YET] * len(completions)
+    else:
+      found = [grades.get((c.draw, c.answer)) for c in completions]
+    if None in found:
+      break
+    verdicts = np.array([g.score for g in found], np.float32)
+    groups.append(
+      Group(
+        request=request,
+        completions=tuple(completions),
+        verdicts=verdicts,
+        rewards=verdicts,
+        faults=tuple(g.fault for g in found),
+        spares=gone,
+      )
+    )
+  return groups
+
+
+def _is_paused(completion: Completion) -> bool:
+  return completion.finish == 'paused'
+
+
+def _is_ready(tree: Any) -> bool:
+  return all(leaf.is_ready() for leaf in jax.tree.leaves(tree))
+
+
+def lag_metrics(lags: np.ndarray) -> dict[str, float]:
+  """Of the lags of tokens trained on, at least one."""
+  found = {'lag/mean': float(lags.mean()), 'lag/max': int(lags.max())}
+  for lag, count in enumerate(np.bincount(lags).tolist()):
+    if count:
+      found[f'lag/share/{lag}'] = count / len(lags)
+  return found

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from jaxrl_sched.types import Completion, Prompt, Request
+from jaxrl_sched.types import Completion, Prompt, Request, Share
 
 
 class References:
@@ -15,11 +15,8 @@ class References:
   policy gradient is that of supervised learning.
   """
 
-  idle_share = 0.0
-
   def __init__(self, tokenizer: PreTrainedTokenizerBase):
     self._tokenizer = tokenizer
-    self.version = 0
 
   def check(
     self, prompts: Iterable[Prompt], max_new_tokens: int, ids_below: int
@@ -51,19 +48,18 @@ class References:
       )
     return tokens
 
-  def load(self, parameters, version: int) -> None:
-    del parameters  # references are nobody's samples
-    self.version = version
-
-  def generate(
+  def begin(
     self,
     requests: Sequence[Request],
     *,
+    share: Share,
+    version: int,
     on_finish: Callable[[Request, Completion], None],
-    on_chunk: Callable[[], None],
-  ) -> list[Completion]:
-    completions = []
-    for request in requests:
+  ) -> 'Given':
+    """The solutions, as `Sampler.begin` gives answers."""
+    given = Given()
+    for i in share.requests.tolist():
+      request = requests[i]
       tokens = self._tokens(request.prompt, request.sampling.max_new_tokens)
       completion = Completion(
         draw=request.draw,
@@ -71,9 +67,27 @@ class References:
         tokens=tokens,
         logps=np.zeros(len(tokens), np.float32),
         finish='stop',
-        version=self.version,
+        version=version,
       )
-      completions.append(completion)
+      given.completions[request.draw, 0] = completion
       on_finish(request, completion)
-    on_chunk()
-    return completions
+    return given
+
+
+class Given:
+  """Solutions in place of a rollout: all are there at once."""
+
+  idle_share = 0.0
+
+  def __init__(self):
+    self.completions: dict[tuple[int, int], Completion] = {}
+    self.cut: dict[tuple[int, int], int] = {}
+
+  def ready(self) -> bool:
+    return True
+
+  def advance(self) -> bool:
+    return False
+
+  def abandon(self) -> None:
+    pass

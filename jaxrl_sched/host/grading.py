@@ -106,9 +106,10 @@ class GradingPool:
     self._path = [str(entry) for entry in sys.path]
 
     self._queue: deque[_Task] = deque()  # appended to by submit, taken by the thread
-    self._changed = threading.Condition()  # guards the three below
+    self._changed = threading.Condition()  # guards the four below
     self._keys: dict[Hashable, None] = {}  # submitted and not yet collected, in order
     self._grades: dict[Hashable, Grade] = {}
+    self._wanted: set[Hashable] = set()  # what `collect` still waits for
     self._ended: BaseException | str | None = None  # why nothing more will be graded
 
     # From here on the thread's own, but for the wake-up pipe.
@@ -138,34 +139,39 @@ class GradingPool:
 
   def collect(
     self,
+    keys: Iterable[Hashable] | None = None,
     *,
-    while_waiting: Callable[[], None] = lambda: None,
+    while_waiting: Callable[[], Any] = lambda: None,
     enough: Callable[[dict[Hashable, Grade]], bool] = lambda grades: False,
   ) -> dict[Hashable, Grade]:
-    """Waits for all that was submitted; grades in the order of submission.
+    """Waits for what was submitted; grades in the order of submission.
 
     Args:
-      while_waiting: called several times a second; it may raise to give up.
+      keys: of what was submitted; None: all of it.
+      while_waiting: called several times a second, or again and again while it returns
+        something true; it may raise to give up.
       enough: whether these grades will do. The others are left to the next call.
     """
-
-    def done() -> bool:
-      return len(self._grades) == len(self._keys) or self._ended is not None
-
     with self._changed:
-      while not self._changed.wait_for(done, timeout=0.25):
-        while_waiting()
-        if enough(self._there()):
+      keys = list(self._keys if keys is None else keys)
+      self._wanted = {key for key in keys if key not in self._grades}
+    patience = 0.25
+    while True:
+      with self._changed:
+        if self._changed.wait_for(lambda: not self._wanted or self._ended, patience):
+          if self._wanted:
+            self._raise_if_ended()
           break
-      else:
-        if len(self._grades) < len(self._keys):
-          self._raise_if_ended()
-      grades, self._grades = self._there(), {}
-      self._keys = dict.fromkeys(key for key in self._keys if key not in grades)
-    return grades
-
-  def _there(self) -> dict[Hashable, Grade]:
-    return {key: self._grades[key] for key in self._keys if key in self._grades}
+        there = {key: self._grades[key] for key in keys if key in self._grades}
+      patience = 0.0 if while_waiting() else 0.25
+      if enough(there):
+        break
+    with self._changed:
+      self._wanted = set()
+      there = {k: self._grades.pop(k) for k in keys if k in self._grades}
+      for key in there:
+        del self._keys[key]
+    return there
 
   def close(self) -> None:
     """Ends every worker, also in the middle of an answer. May be called twice."""
@@ -356,8 +362,10 @@ class GradingPool:
     key, worker.task = worker.task.key, None
     with self._changed:
       self._grades[key] = grade
-      if len(self._grades) == len(self._keys):
-        self._changed.notify_all()
+      if key in self._wanted:
+        self._wanted.discard(key)
+        if not self._wanted:
+          self._changed.notify_all()
 
 
 def judge(value: Any, max_reward: float | None) -> tuple[float, str | None, str]:

@@ -270,7 +270,7 @@ def _batch(
         batch.logps[at] = answer.completion.logps
         batch.advantages[at] = answer.advantage
         batch.weights[at] = answer.weight
-        batch.fresh[at] = answer.completion.version == version
+        batch.fresh[at] = answer.completion.versions == version
         if share_prompt:
           batch.answers[at] = number
         start += answer.length
