@@ -20,7 +20,7 @@ class Span:
   """Something that one of the two sides was busy with."""
 
   lane: str  # 'engine 0', 'engine 1', ... or 'learner'
-  what: str  # 'generate', 'load', 'learn'
+  what: str  # 'generate', 'load', 'learn' or 'evaluate'
   bundle: int
   begin: float  # seconds on the engine's clock
   end: float

@@ -103,7 +103,7 @@ class DeviceEngine:
     self._grades: dict[Key, Grade] = {}  # of groups that have not been given away
     self._compiled = CompileCounter()
     self._reward_s = 0.0
-    self._idle: list[float] = []
+    self._idle: dict[int, list[float]] = {}  # bundle -> idle share of each round
     self._since = time.perf_counter()  # when the newest update was done
     self._learned: list[Span] = []  # since the last call of `spans`
     self._failed = 0  # answers in a row that could not be graded
@@ -133,12 +133,14 @@ class DeviceEngine:
     if found is None:
       return None
     self.step, self._learner.state, control, pending = found
+    self._idle = {int(bundle): idle for bundle, idle in pending.pop('idle').items()}
     self._publish()
     return control | {'pending': pending}
 
   def save(self, control: dict[str, Any], *, score: float | None) -> None:
     control = dict(control)
-    pending = control.pop('pending')
+    idle = {str(bundle): of_rounds for bundle, of_rounds in self._idle.items()}
+    pending = control.pop('pending') | {'idle': idle}
     self._checkpoints.save(
       self.step, self._learner.state, control=control, pending=pending, score=score
     )
@@ -184,7 +186,6 @@ class DeviceEngine:
   ) -> list[Group]:
     job = next(job for job in self._jobs if job.bundle == bundle)
     self._finish(job, 'sampling', self._check)
-    self._idle.append(job.idle_share())
     # Sampling goes on while answers are graded.
     groups = self._graded_groups(job, lambda: self._check() or self._go_on(), enough)
     return [self._shape(group) for group in groups]
@@ -249,6 +250,8 @@ class DeviceEngine:
     by_draw: dict[int, list[Completion]] = {r.draw: [] for r in job.requests}
     for (draw, _), completion in sorted(job.completions().items()):
       by_draw[draw].append(completion)
+    if job.bundle != EVALUATION:
+      self._idle.setdefault(job.bundle, []).append(job.idle_share())
     job.sampled, cut = [], {}
     for (draw, _), tokens in sorted(job.cut().items()):
       cut.setdefault(draw, []).append(tokens)
@@ -404,7 +407,7 @@ class DeviceEngine:
     generated = np.mean(
       [busy_within([*lane.spans, *lane.running()], since, now) for lane in self._lanes]
     )
-    idle, self._idle = self._idle, []
+    idle = self._idle.pop(self.step - 1, [])
     reward, self._reward_s = self._reward_s, 0.0
     return {
       'time/generate_s': float(generated),
