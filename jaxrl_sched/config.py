@@ -43,6 +43,7 @@ from jaxrl_sched.device.tokenizers import (
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
+from jaxrl_sched.sim.settings import Simulate
 from jaxrl_sched.types import Sampling
 
 
@@ -140,6 +141,7 @@ BLOCKS = {
   'evaluate': _block(Evaluate, absent='off'),
   'checkpoint': _block(Checkpoint, absent='defaults'),
   'log': _block(Log, absent='defaults'),
+  'simulate': _block(Simulate, absent='defaults'),
 }
 PLAIN = {'seed': int, 'steps': int, 'teacher': str | None}
 KEYS = (*PLAIN, *BLOCKS)
@@ -156,7 +158,7 @@ def free(c: dict[str, Any]) -> tuple[str, ...]:
   # Nothing is planned past the end, so that a longer run had other bundles under way.
   hang |= c['asp']['lag'] > 0 or c['asp']['window'] > 1
   steps = () if hang else ('steps',)
-  return (*steps, 'evaluate', 'checkpoint', 'log', 'grading')
+  return (*steps, 'evaluate', 'checkpoint', 'log', 'grading', 'simulate')
 
 
 # --- reading ---------------------------------------------------------------------

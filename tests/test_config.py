@@ -494,6 +494,53 @@ def test_bad_controllers_are_refused(overrides, message):
 @pytest.mark.parametrize(
   'overrides, message',
   [
+    (['asp.lag=-1'], 'config.asp.lag: -1, expected a whole number of at least 0'),
+    (['asp.order=random'], "config.asp.order: 'random', expected one of shuffled"),
+    (['asp.engines=2'], 'config.asp.engines: 2, expected 1, as samplers share the'),
+    (['asp.pause_after=28'], 'config.asp.pause_after: 28, expected less than'),
+    (
+      ['asp.lag=1'],  # of the config: max_rounds=2
+      'config.scheduler.max_rounds: 2, expected None or 1 with asp.lag: all engines',
+    ),
+    (
+      ['asp.window=4'],
+      "config.loss.averaging: 'token', expected 'group', 'sequence' or 'constant' with",
+    ),
+    (
+      ['asp.window=4', 'loss.averaging=group', 'scheduler.quotas=False'],
+      'asp.window: 4, expected 1, or scheduler.quotas',
+    ),
+    (
+      ['asp.window=4', 'loss.averaging=group', SIZES, 'sagc.period=2'],
+      'asp.window: 4, expected 1, or sagc.period a multiple of it',
+    ),
+    (['asp.first_finished=True'], 'config.asp.first_finished: True, expected False wi'),
+    (
+      ['asp.spare=2', 'asp.refill=False'],
+      'config.asp.spare: 2, expected 0 with refill',
+    ),
+    (
+      ['asp.spare=2', 'asp.pause_after=8'],
+      'config.asp.spare: 2, expected 0 with pause',
+    ),
+    (
+      ['sampler_mesh.data=3'],
+      'config.sampler.slots: 16, expected a multiple of sampler_mesh.data * sampler_mesh',
+    ),
+    (['sampler_mesh.model=0'], 'config.sampler_mesh.model: 0, expected at least 1'),
+    (
+      [*BY_PROMPT, 'lengths={}', 'asp.pause_after=8'],
+      'config.asp.pause_after: 8, expected 0 with sagc.prompt_aware',
+    ),
+  ],
+)
+def test_a_bad_schedule_is_refused(overrides, message):
+  refused(message, *overrides)
+
+
+@pytest.mark.parametrize(
+  'overrides, message',
+  [
     (
       ['scheduler.quotas=False', 'scheduler.groups_per_step=200'],
       'prompts: 128 may be drawn at step 0, expected at least the 200 of one batch',

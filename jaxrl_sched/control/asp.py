@@ -75,6 +75,10 @@ class Asp:
     )
     good = self.spare > 0 or not self.first_finished
     _need(good, 'first_finished', self.first_finished, 'False without spare answers')
+    together = 'refill=False: a request may be on several engines'
+    _need(self.refill or not self.spare, 'spare', self.spare, f'0 with {together}')
+    good = not (self.spare and self.pause_after)
+    _need(good, 'spare', self.spare, '0 with pause_after: one relief at a time')
     cost = self.train_cost
     if cost is None:
       needed = self.order in ('johnson', 'auto')

@@ -376,8 +376,12 @@ class Scheduler:
     # Where carried groups have filled it there was no round.
     batch = self._opened(step, step)
     self._offer_first(batch)
-    batch.lesson = self._learning.lesson(batch, step)
-    return batch.lesson
+    lesson = self._learning.lesson(batch, step)
+    if self._asp.window > 1:  # a bundle that is short weighs no more (3.6)
+      count = max(lesson.count, batch.terms.groups)
+      lesson = dataclasses.replace(lesson, count=count)
+    batch.lesson = lesson
+    return lesson
 
   def close(self, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Ends the step: the controllers learn from all that its bundle generated.

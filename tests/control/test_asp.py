@@ -380,8 +380,9 @@ def test_settings_as_they_come():
   plain = asp.Asp()
   assert (plain.lag, plain.window, plain.order, plain.engines) == (0, 1, 'shuffled', 1)
   assert plain.relief == Relief()
-  helped = asp.Asp(spare=2, first_finished=True, pause_after=64)
-  assert helped.relief == Relief(spare=2, first_finished=True, pause_after=64)
+  helped = asp.Asp(spare=2, first_finished=True)
+  assert helped.relief == Relief(spare=2, first_finished=True)
+  assert asp.Asp(pause_after=64).relief == Relief(pause_after=64)
   asp.Asp(lag=2, window=16, order='auto', engines=4, train_cost=0.05)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from toys import graded, through_files, written
 
+from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.control.source import Source
@@ -199,7 +200,7 @@ def test_counts_add_up_and_a_resume_changes_nothing(outcomes, rounds, rule, cut)
 
 
 def test_after_a_resume_no_more_is_drawn_and_nothing_older_is_trained_on():
-  """D3, as far as there is no lag: 60 steps from version 50 on, resumed at each."""
+  """D3 without a lag: 60 steps from version 50 on, resumed at each."""
 
   def outcome(request):
     return (USEFUL, HARD, EASY)[np.random.default_rng(request.draw).integers(3)]
@@ -216,6 +217,40 @@ def test_after_a_resume_no_more_is_drawn_and_nothing_older_is_trained_on():
     assert versions <= {step - 1, step}
     carried += step - 1 in versions
   assert carried > 0
+
+
+@pytest.mark.parametrize('lag', [1, 2])
+def test_a_run_that_begins_at_a_late_version_admits_no_more_than_its_lag(lag):
+  """D3: batch 8, restored at version 50 with nothing under way: at most (lag + 1) * 8
+  rollouts are asked for at once (a counter that forgot its past admits 416), and none
+  of the next 60 steps trains on anything older than the lag."""
+  how = dict(groups_per_step=2, group_size=4, dynamic_sampling=False)
+  s, under_way = scheduler(sizes={'a': 50}, asp=Asp(lag=lag), **how), {}
+  most = 0
+  for step in range(50, 110):
+    while plan := s.plan(step):
+      s.sent(plan)
+      under_way[plan.step] = plan
+    most = max(most, sum(r.size for plan in under_way.values() for r in plan.requests))
+    plan = under_way.pop(step)
+    assert 0 <= step - plan.version <= lag
+    s.observe([graded(r, USEFUL, version=plan.version) for r in plan.requests])
+    s.take_batch(step)
+    s.close(step)
+  assert most == 8 * (lag + 1)
+
+
+def test_in_a_window_a_short_bundle_weighs_no_more():
+  """3.6: the normaliser is constant over the window, whatever is filtered."""
+  for window, count in ((1, 1), (2, 4)):
+    s = scheduler(
+      sizes={'a': 50}, groups_per_step=4, asp=Asp(window=window), max_rounds=1
+    )
+    plan = s.plan(0)
+    s.sent(plan)
+    first = plan.requests[0].draw
+    s.observe([graded(r, USEFUL if r.draw == first else HARD) for r in plan.requests])
+    assert s.take_batch(0).count == count
 
 
 def test_a_frozen_state_is_that_of_its_moment():

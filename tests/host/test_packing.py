@@ -592,3 +592,29 @@ def test_sharing_prompts_changes_no_answer(shapes, rows, row_tokens, window):
       expected.append(prompt + sum(lengths[:fit]))
       lengths = lengths[fit:]
   assert sorted(segments) == sorted(expected)
+
+
+@given(st.permutations(range(8)), st.data())
+def test_a_constant_normaliser_does_not_see_which_bundle_a_group_is_in(order, data):
+  """3.11, test 11: at fixed parameters the gradient is the sum of weights times the
+  gradients of tokens, so a window's is the same however it is planned. A token mean over
+  each bundle is not neutral: alike lengths make short answers count for more."""
+  counts = [data.draw(st.integers(1, 5)) for _ in order]
+  lengths = [np.array([1 + 7 * q + k for k in range(n)]) for q, n in enumerate(counts)]
+
+  def weights(plan, averaging):
+    found = {}
+    for bundle in (plan[:4], plan[4:]):
+      how = dict(averaging=averaging, max_new_tokens=100)
+      given = packing.answer_weights([lengths[q] for q in bundle], **how)
+      found |= dict(zip(bundle, given, strict=True))
+    return np.concatenate([found[q] for q in range(8)])
+
+  for averaging in ('group', 'sequence', 'constant'):
+    sorted_plan, plan = weights(list(range(8)), averaging), weights(order, averaging)
+    np.testing.assert_array_equal(sorted_plan, plan)
+  lengths = [np.array([1 + 9 * q]) for q in range(8)]  # 58 tokens, and 202
+  alike = weights(list(range(8)), 'token')
+  np.testing.assert_allclose(alike, [1 / 58] * 4 + [1 / 202] * 4)
+  mixed = weights([0, 2, 4, 6, 1, 3, 5, 7], 'token')
+  np.testing.assert_allclose(mixed, [1 / 112, 1 / 148] * 4)
