@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import toys
 
-from jaxrl_sched.device import drawing, model
+from jaxrl_sched.device import drawing, model, slots
 from jaxrl_sched.device import mesh as meshes
-from jaxrl_sched.device import sampler as sampling
 from jaxrl_sched.device.logps import token_logps
 from jaxrl_sched.device.sampler import Sampler
+from jaxrl_sched.types import Share
 
 SEED = 3
 EOS = 2
@@ -335,9 +335,9 @@ def test_no_mix_of_requests_compiles_after_warm_up(warm, parameters):
 
 def test_the_cache_is_never_copied(parameters):
   sampler = Sampler(parameters, toys.CONFIG, slots=8, cache_length=4096, chunk=4)
-  cache, state = sampler._cache, sampler._state
+  cache, state = sampler._slots._cache, sampler._slots._state
   size = sum(x.nbytes for x in jax.tree.leaves(cache))
-  decode = sampler._decode.lower(sampler._parameters, cache, state, used=64)
+  decode = sampler._slots._decode.lower(sampler._weights[0], cache, state, used=64)
   memory = decode.compile().memory_analysis()
   assert memory.alias_size_in_bytes >= size
   assert memory.temp_size_in_bytes < size / 4
@@ -373,6 +373,188 @@ def test_a_full_house_is_not_idle(tables):
   tables.load(toys.table(np.zeros((16, 16))), version=0)
   tables.generate([toys.request(0, [1], 64, max_new_tokens=6)])
   assert tables.idle_share == 0.0
+
+
+# --- several versions, several samplers, shares ---------------------------------------
+
+
+def test_a_rollout_is_sampled_with_the_version_it_names():
+  """Version 0 goes 1, 2, 3, ...; version 1 goes 1, 3, 5; 2 is loaded meanwhile."""
+  sampler = Sampler(
+    toys.table(toys.chain(1, 2, 3, 4, 5)),
+    toys.TABLE,
+    slots=2,
+    cache_length=20,
+    chunk=1,
+    seed=SEED,
+  )
+  ask = [toys.request(0, [1], max_new_tokens=3)]
+  sampler.load(toys.table(toys.chain(1, 3, 5, 7)), version=1)
+  (new,) = sampler.generate(ask)
+  rollout = sampler.begin(ask, version=0)
+  assert rollout.advance()
+  sampler.forget(before=1)
+  sampler.load(toys.table(toys.chain(1, 15, 14, 13)), version=2)
+  while rollout.advance():
+    pass
+  old = rollout.completions[0, 0]
+  (newest,) = sampler.generate(ask)
+  assert (old.tokens.tolist(), old.version) == ([2, 3, 4], 0)
+  assert (new.tokens.tolist(), new.version) == ([3, 5, 7], 1)
+  assert (newest.tokens.tolist(), newest.version) == ([15, 14, 13], 2)
+  with pytest.raises(ValueError, match=r'version=0, expected .* held: \[1, 2\]'):
+    sampler.begin(ask, version=0)
+  sampler.forget()
+  with pytest.raises(ValueError, match=r'version=2, expected .* held: \[\]'):
+    sampler.generate(ask)
+
+
+def test_a_version_outlives_the_arrays_it_was_made_of(plain, crowd):
+  """A learner gives its own away to the update that comes next."""
+  mine = jax.tree.map(jnp.array, toys.parameters())
+  plain.load(mine, version=0)
+  jax.tree.map(lambda x: x.delete(), mine)
+  assert_same(plain.generate(zoo()[:3]), crowd[: sum(r.size for r in zoo()[:3])])
+
+
+def test_one_thread_drives_several_samplers(plain, warm, crowd):
+  """Each has a share, in an order of its own; together they are all."""
+  keys = np.array([(i, k) for i, r in enumerate(zoo()) for k in range(r.size)])
+  keys = np.random.default_rng(0).permutation(keys)
+  halves = [Share(requests=h[:, 0], answers=h[:, 1]) for h in (keys[:120], keys[120:])]
+  both = (plain, warm)
+  rollouts = [s.begin(zoo(), share=h) for s, h in zip(both, halves, strict=True)]
+  waits, left = 0, rollouts
+  while left:
+    waits += not all(r.ready() for r in left)
+    left = [r for r in left if not r.ready() or r.advance()]
+  assert waits > 0  # a chunk was under way, and `advance` had come back
+  found = rollouts[0].completions | rollouts[1].completions
+  assert len(rollouts[0].completions) == 120 and len(found) == 300
+  assert_same([found[c.draw, c.answer] for c in crowd], crowd, top_p=TOP_P)
+
+
+def test_samplers_and_learner_may_have_devices_of_their_own(parameters, crowd):
+  """Weights cut over four devices go to two samplers on two devices each."""
+  learner = meshes.make_mesh(fsdp=4)
+  shapes, axes = model.abstract(toys.CONFIG)
+  at = meshes.parameter_shardings(shapes, axes, learner)
+  mine = jax.device_put(parameters, at)
+  samplers = [
+    Sampler(
+      mine,
+      toys.CONFIG,
+      slots=8,
+      cache_length=32,
+      chunk=5,
+      mesh=meshes.make_mesh(**split, devices=jax.devices()[first:]),
+      seed=SEED,
+      detokenize=spell,
+    )
+    for first, split in ((4, dict(data=2)), (6, dict(model=2)))
+  ]
+  asked = [dataclasses.replace(r, size=min(r.size, 4)) for r in zoo()]
+  left = [s.begin(asked[i::2]) for i, s in enumerate(samplers)]
+  rollouts = list(left)
+  while left:
+    left = [r for r in left if not r.ready() or r.advance()]
+  found = rollouts[0].completions | rollouts[1].completions
+  crowd = [c for c in crowd if c.answer < 4]
+  assert_same([found[c.draw, c.answer] for c in crowd], crowd, top_p=TOP_P)
+
+
+def test_a_prompt_is_prefilled_once_whatever_the_order(plain, crowd, monkeypatch):
+  """All first answers, then all second ones: 20 prompts in 3 prefills of 8 rows."""
+  rows = []
+  prefill = plain._slots.prefill
+
+  def counted(weights, answers):
+    rows.append(len(answers))
+    return prefill(weights, answers)
+
+  monkeypatch.setattr(plain._slots, 'prefill', counted)
+  keys = sorted((k, i) for i, r in enumerate(zoo()) for k in range(r.size))
+  ks, places = np.array(keys).T
+  rollout = plain.begin(zoo(), share=Share(requests=places, answers=ks))
+  while rollout.advance():
+    pass
+  assert rows == [8, 8, 4]
+  assert_same(
+    [rollout.completions[c.draw, c.answer] for c in crowd], crowd, top_p=TOP_P
+  )
+
+
+@pytest.mark.parametrize('cuts, steps', [(None, 12), ([0, 2, 4], 15)])
+def test_static_minibatches_last_as_long_as_their_longest(tables, cuts, steps):
+  """9, 5, 4, 3, 2, 1 tokens in 2 slots: 12 steps with refill, 9 + 4 + 2 in pairs."""
+  tokens, flat = [9, 5, 4, 3, 2, 1], toys.table(np.zeros((16, 16)))
+  one = Sampler(flat, toys.TABLE, slots=2, cache_length=20, chunk=1, seed=SEED)
+  asked = [toys.request(i, [1], max_new_tokens=n) for i, n in enumerate(tokens)]
+  share = Share(
+    requests=np.arange(6),
+    answers=np.zeros(6, int),
+    cuts=None if cuts is None else np.array(cuts),
+  )
+  rollout, chunks = one.begin(asked, share=share), 0
+  while rollout.advance():
+    chunks += 1
+  assert chunks == steps
+  assert rollout.idle_share == pytest.approx(1 - sum(tokens) / (2 * steps))
+  tables.load(flat, version=0)
+  expected = tables.generate(asked)
+  assert_same([rollout.completions[i, 0] for i in range(6)], expected)
+
+
+def test_an_empty_share_is_done_at_once(plain):
+  none = np.zeros(0, np.int32)
+  for cuts in (None, none):
+    rollout = plain.begin(zoo(), share=Share(requests=none, answers=none, cuts=cuts))
+    assert rollout.ready() and not rollout.advance()
+    assert rollout.done and not rollout.completions and rollout.idle_share == 1
+
+
+def test_rollouts_on_a_sampler_come_one_at_a_time(warm, crowd):
+  with toys.compilations() as seen:
+    rollout = warm.begin(zoo())
+    rollout.advance()
+    with pytest.raises(ValueError, match='a rollout is under way'):
+      warm.begin(zoo())
+    rollout.abandon()
+    assert not rollout.advance() and not rollout.completions
+    again = warm.generate(zoo()[:4])
+  assert not seen
+  assert_same(again, crowd[: len(again)], top_p=TOP_P)
+
+
+@pytest.mark.parametrize(
+  'requests, answers, cuts, complaint',
+  [
+    ([0, 0], [0, 0], None, r"answer 0 of prompt 'toy/0', expected one of \[0, 1\]"),
+    ([0, 1], [0, 2], None, r"answer 2 of prompt 'toy/1'"),
+    ([0, 2], [0, 0], None, 'request 2, expected 0 to 1'),
+    ([0, -1], [0, 0], None, 'request -1, expected 0 to 1'),
+    ([0, 0], [0, 1], [1], r'cuts=\[1\], expected 0 and then growing'),
+    ([0, 0], [0, 1], [], r'cuts=\[\], expected 0 and then growing'),
+    ([0, 0, 1], [0, 1, 0], [0, 2, 1], r'cuts=\[0, 2, 1\], expected 0 and then'),
+    ([0, 0], [0, 1], [0, 3], r'cuts=\[0, 3\], expected 0 and then growing'),
+  ],
+)
+def test_a_share_that_does_not_fit_is_refused(
+  plain, requests, answers, cuts, complaint
+):
+  share = Share(
+    requests=np.array(requests),
+    answers=np.array(answers),
+    cuts=None if cuts is None else np.array(cuts, int),
+  )
+  with pytest.raises(ValueError, match=complaint):
+    plain.begin([toys.request(0, [1], 2), toys.request(1, [2], 2)], share=share)
+
+
+def test_a_minibatch_fits_the_slots(plain):
+  share = Share(requests=np.zeros(9, int), answers=np.arange(9), cuts=np.array([0]))
+  with pytest.raises(ValueError, match='minibatch of 9 answers, .* slots=8'):
+    plain.begin([toys.request(0, [1], 9)], share=share)
 
 
 # --- what is drawn ----------------------------------------------------------------
@@ -527,7 +709,7 @@ def test_ids_that_no_tokenizer_knows_are_never_drawn(plain):
   last = drawing.pick(logits / 5.0, np.full((2, 2), LAST))
   assert last.tolist() == [151_664] * 2
 
-  state = sampling._fresh_state(2, 8) | dict(temperature=np.full(2, 5, np.float32))
+  state = slots.fresh_state(2, 8) | dict(temperature=np.full(2, 5, np.float32))
   tokens, logps = jax.jit(drawing.draw_tokens)(logits, state)
   np.testing.assert_allclose(logps, -np.log(151_665), atol=1e-5)
   learnt, _ = token_logps(hidden, head, config, tokens[None], temperature=5.0)
