@@ -3,9 +3,13 @@
 The i-th curve has the classes l<i> (line), a<i> (area) and b<i> (mark).
 """
 
+from collections.abc import Callable, Sequence
+import html
 import math
 
 import numpy as np
+
+from jaxrl_sched.engine import Span
 
 # Label -> (steps [n], values [n]).
 Curves = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -15,6 +19,11 @@ _POINTS = 600  # of a curve, at most
 # Width and height of a plot, and its margins.
 _W, _H = 560, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 26
+# Of a timeline: its width, its lanes' height and left margin; what is drawn of it at
+# most; its colours.
+_WIDE, _LANE, _LANE_LEFT = 1160, 26, 76
+LANES, BUNDLES = 12, 12
+KINDS = ('generate', 'load', 'learn', 'evaluate')
 
 
 def lines(
@@ -76,6 +85,82 @@ def stacked(curves: Curves) -> tuple[str, str]:
     parts.append(f'<path class="a{i % COLOURS}" d="{outline}Z"/>')
     below = top
   return _svg([*parts, axes.grid()]), cut
+
+
+def timeline(spans: Sequence[Span]) -> tuple[str, str]:
+  """A lane for each engine and the learner, as `lines`: the newest bundles.
+
+  Bars bear the number of their bundle; where there is none somebody waits.
+  """
+  first = max(span.bundle for span in spans) - BUNDLES + 1
+  begin = min(span.begin for span in spans if span.bundle >= first)
+  end = max(begin + 1e-3, *(span.end for span in spans))
+  # What reaches into the picture from older bundles is there too: no gap is made up.
+  spans = [span for span in spans if span.bundle >= first or span.end > begin]
+  lanes, left_out = _lanes({span.lane for span in spans})
+  height = _TOP + len(lanes) * _LANE + _BOTTOM
+  scale = (_WIDE - _LANE_LEFT - _RIGHT) / (end - begin)
+
+  def x(second: float) -> float:
+    return _LANE_LEFT + (max(second, begin) - begin) * scale
+
+  parts = _seconds(begin, end, x, height)
+  for lane, place in lanes.items():
+    y = _TOP + place * _LANE + _LANE / 2
+    parts.append(
+      f'<text x="{_LANE_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">'
+      f'{html.escape(lane)}</text>'
+    )
+  for span in spans:
+    if span.lane in lanes:
+      parts += _bar(span, x(span.begin), x(span.end), _TOP + lanes[span.lane] * _LANE)
+  note = f'{left_out} more engines are not drawn' if left_out else ''
+  return _svg(parts, _WIDE, height), note
+
+
+def _lanes(names: set[str]) -> tuple[dict[str, int], int]:
+  """Lane -> its place from the top: the first engines, then the learner; and how many
+  engines are left out."""
+  engines = sorted(names - {'learner'}, key=lambda name: (len(name), name))
+  drawn = engines[: LANES - 1] + sorted(names & {'learner'})
+  return {name: i for i, name in enumerate(drawn)}, max(0, len(engines) - LANES + 1)
+
+
+def _bar(span: Span, left: float, right: float, top: float) -> list[str]:
+  kind = KINDS.index(span.what)
+  label = str(span.bundle)
+  told = f'{span.lane}: {span.what} {label}, {span.end - span.begin:.3g} s'
+  bar = (
+    f'<rect class="b{kind}" x="{left:.1f}" y="{top + 3:.1f}" rx="2" '
+    f'width="{max(right - left, 0.5):.1f}" height="{_LANE - 6}">'
+    f'<title>{html.escape(told)}</title></rect>'
+  )
+  if right - left < 7 * len(label) + 6:
+    return [bar]
+  middle = (left + right) / 2
+  return [
+    bar,
+    f'<text class="in" x="{middle:.1f}" y="{top + _LANE / 2 + 4:.1f}" '
+    f'text-anchor="middle">{label}</text>',
+  ]
+
+
+def _seconds(
+  begin: float, end: float, x: Callable[[float], float], height: int
+) -> list[str]:
+  """Grid and axis of a timeline."""
+  foot, ticks = height - _BOTTOM, _ticks(begin, end, 10)
+  gap = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+  digits = max(0, -math.floor(math.log10(gap) + 1e-9))
+  parts = []
+  for tick in ticks:
+    parts.append(f'<path class="grid" d="M{x(tick):.1f},{_TOP}V{foot}"/>')
+    text = f'{tick:,.{digits}f}' + ' s' * (tick == ticks[-1])
+    anchor = 'end' if x(tick) > _WIDE - _RIGHT - 24 else 'middle'
+    parts.append(
+      f'<text x="{x(tick):.1f}" y="{foot + 16}" text-anchor="{anchor}">{text}</text>'
+    )
+  return [*parts, f'<path class="tick" d="M{_LANE_LEFT},{foot}H{_WIDE - _RIGHT}"/>']
 
 
 class _Axes:
@@ -179,5 +264,5 @@ def short(x: float) -> str:
   return f'{x:,.0f}' if abs(x) >= 100 else f'{x:.3g}'.replace('e-0', 'e-')
 
 
-def _svg(parts: list[str]) -> str:
-  return f'<svg viewBox="0 0 {_W} {_H}">{"".join(parts)}</svg>'
+def _svg(parts: list[str], width: int = _W, height: int = _H) -> str:
+  return f'<svg viewBox="0 0 {width} {height}">{"".join(parts)}</svg>'

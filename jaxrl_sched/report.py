@@ -17,12 +17,14 @@ import numpy as np
 
 from jaxrl_sched import plots
 from jaxrl_sched.console import duration
+from jaxrl_sched.engine import Span
 from jaxrl_sched.metrics import iter_jsonl, read_jsonl
 
 _TIMES = ('time/generate_s', 'time/reward_s', 'time/learn_s', 'time/idle_s')
 _SAMPLES = 4  # groups, the newest
 _ANSWERS = 4  # of each
 _LONGEST = 3000  # characters of a text; the middle of a longer one is left out
+_SPAN = tuple(field.name for field in dataclasses.fields(Span))
 _FATES = ('trained', 'filtered', 'pending', 'dropped')  # others come after
 
 
@@ -93,6 +95,11 @@ _SECTIONS = {
       },
       stacked=True,
     ),
+    Panel(
+      'Idle',
+      'seconds a step in which one side waits for the other',
+      {'time/idle_s/*': '*'},
+    ),
   ),
   'Scheduling': (
     Panel('Group size', 'answers a prompt', {'sagc/group_size': 'group size'}),
@@ -150,17 +157,23 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     parts.append('<p>No step has been logged in this folder yet.</p>')
   columns |= _fates(workdir / 'rollouts.jsonl')
   for title, panels in _SECTIONS.items():
-    figures = ''.join(_figure(panel, columns) for panel in panels)
+    figures = ''.join(figure(panel, columns) for panel in panels)
     if figures:
       parts.append(f'<h2>{title}</h2><div class="plots">{figures}</div>')
+  parts.append(_timeline(workdir / 'timeline.jsonl'))
   parts.append(_samples(workdir / 'samples.jsonl'))
   if config:
     parts.append(f'<h2>Config</h2>{_config_table(config)}')
 
-  page = _PAGE.replace('@title', name).replace('@body', '\n'.join(parts))
-  out, new = workdir / 'report.html', workdir / 'report.html.new'
+  return write_page(workdir / 'report.html', name, parts)
+
+
+def write_page(out: pathlib.Path, title: str, parts: list[str]) -> pathlib.Path:
+  """Whoever has it open never sees half a page. The title is HTML."""
+  page = _PAGE.replace('@title', title).replace('@body', '\n'.join(parts))
+  new = out.with_name(out.name + '.new')
   new.write_text(page, 'utf-8')
-  os.replace(new, out)  # whoever has it open never sees half a page
+  os.replace(new, out)
   return out
 
 
@@ -217,7 +230,7 @@ def _size(key: str) -> int:
   return int(last) if last.isdecimal() else 0
 
 
-def _figure(panel: Panel, columns: plots.Curves) -> str:
+def figure(panel: Panel, columns: plots.Curves) -> str:
   """The panel's plot with title and legend, or '' where nothing of it was logged."""
   curves = _matching(columns, panel.keys)
   if not curves:
@@ -234,6 +247,32 @@ def _figure(panel: Panel, columns: plots.Curves) -> str:
   note = '; '.join(filter(None, [panel.note, cut]))
   return (
     f'<figure><figcaption><h3>{panel.title}</h3><p>{note}</p></figcaption>'
+    f'{svg}<div class="legend">{legend}</div></figure>'
+  )
+
+
+def _timeline(path: pathlib.Path) -> str:
+  """Who was busy with what in the last steps, where that was logged."""
+  newest: dict[int, list[Span]] = {}  # by bundle
+  for line in iter_jsonl(path) if path.exists() else []:
+    span = Span(**{field: line[field] for field in _SPAN})
+    newest.setdefault(span.bundle, []).append(span)
+    # Longer than what is drawn: a lane may be some bundles behind another.
+    while max(newest) - min(newest) > 2 * plots.BUNDLES:
+      del newest[min(newest)]
+  spans = [span for spans in newest.values() for span in spans]
+  return f'<h2>Timeline</h2>{timeline(spans, "The last steps")}' if spans else ''
+
+
+def timeline(spans: list[Span], title: str) -> str:
+  """Spans as a figure. The title is HTML."""
+  svg, cut = plots.timeline(spans)
+  note = '; '.join(filter(None, ['bars bear the number of their bundle', cut]))
+  legend = ''.join(
+    f'<span><i class="b{i}"></i>{kind}</span>' for i, kind in enumerate(plots.KINDS)
+  )
+  return (
+    f'<figure><figcaption><h3>{title}</h3><p>{note}</p></figcaption>'
     f'{svg}<div class="legend">{legend}</div></figure>'
   )
 
@@ -394,6 +433,7 @@ figcaption { display: flex; gap: 10px; align-items: baseline; flex-wrap: wrap; }
 figcaption p { margin: 0; }
 svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
+svg text.in { fill: var(--card); font-weight: 600; }
 svg path { fill: none; stroke-width: 2; stroke-linejoin: round; }
 svg path.grid { stroke: var(--line); stroke-width: 1; }
 svg path.tick { stroke: var(--soft); stroke-width: 1; }

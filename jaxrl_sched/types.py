@@ -1,5 +1,6 @@
 """The records that pass between stages. Frozen; numpy fields, shapes beside them."""
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any, NewType
@@ -74,14 +75,25 @@ class Request:
   relief: Relief = Relief()
   begun: tuple['Completion', ...] = ()  # answers of earlier bundles, to go on with
 
+  @property
+  def missing(self) -> Sequence[int]:
+    """The answers that are to be sampled, spare ones too.
+
+    Of a request that goes on, those that are paused: what is not among `begun` was
+    found not to be needed.
+    """
+    if self.begun:
+      return sorted(c.answer for c in self.begun if c.finish == 'paused')
+    return range(self.size + self.relief.spare)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
   """One answer as it was sampled."""
 
   draw: int
-  answer: int  # k, in [0, G)
-  tokens: np.ndarray  # [length] int32, the stop token included; length >= 1
+  answer: int  # k, in [0, G), or beyond where there are spare ones
+  tokens: np.ndarray  # [length] int32, the stop token included; 0 only if aborted
   logps: np.ndarray  # [length] float32, under the distribution sampled from
   # 'stop', 'length', 'aborted' (for a reason outside the policy) or 'paused' (until the
   # next bundle)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_sched import plots
+from jaxrl_sched.engine import Span
 from jaxrl_sched.report import write_report
 
 
@@ -157,6 +158,28 @@ def test_sizes_ascend_and_shares_are_said_to_be_of_what(tmp_path):
   assert 'Asleep share of prompts, by dataset' in seen
 
 
+def test_the_last_steps_are_drawn_as_a_timeline(tmp_path):
+  lines = [full_line(s) | {'time/idle_s/sampler': 0.5} for s in range(40)]
+  assert 'Timeline' not in words(fill(tmp_path, lines))
+  spans = [
+    {'step': s, 'lane': lane, 'what': what, 'bundle': s, 'begin': a, 'end': a + 1.0}
+    for s in range(40)
+    for lane, what, a in (
+      ('engine 0', 'generate', 2 * s),
+      ('learner', 'learn', 2 * s + 1),
+    )
+  ]
+  (tmp_path / 'timeline.jsonl').write_text(
+    ''.join(json.dumps(span) + '\n' for span in spans)
+  )
+  page = write_report(tmp_path).read_text('utf-8')
+  seen = words(page)
+  assert 'Timeline The last steps' in seen and 'generate load learn' in seen
+  assert 'learner: learn 39, 1 s' in page and 'learner: learn 28, 1 s' in page
+  assert 'learn 27' not in page  # twelve bundles
+  assert 'Idle' in seen and 'sampler 0.5' in seen
+
+
 def test_config_blocks_are_shown_whole(tmp_path):
   config = {'seed': 3, 'loss': {'kind': 'dapo', 'deep': {'er': [1, 2]}, 'cap': None}}
   seen = words(fill(tmp_path, [full_line(0)], config=config))
@@ -234,6 +257,78 @@ def test_areas_stand_on_each_other():
   assert foots == pytest.approx([ticks[0]] * 4, abs=0.15)
   assert [y for _, y in upper[:4]] == pytest.approx([ticks[4]] * 4, abs=0.15)
   assert [y for _, y in upper[:3:-1]] == pytest.approx(tops, abs=0.15)
+
+
+def bars(svg: str) -> dict[str, tuple[float, float, float]]:
+  """What is told of a bar -> left, right and top."""
+  found = {}
+  for node in ET.fromstring(svg).iter('rect'):
+    x, width, y = (float(node.get(name)) for name in ('x', 'width', 'y'))
+    found[node.find('title').text] = x, x + width, y
+  return found
+
+
+def second_places(svg: str) -> dict[float, float]:
+  """Second -> place, read off the labels of a timeline's axis."""
+  texts = [n for n in ET.fromstring(svg).iter('text') if n.get('class') != 'in']
+  found = {n.text.removesuffix(' s').replace(',', ''): n for n in texts}
+  return {
+    float(text): float(n.get('x'))
+    for text, n in found.items()
+    if text.replace('.', '').isdecimal()
+  }
+
+
+def test_bars_of_a_timeline_stand_at_their_seconds_in_their_lanes():
+  svg, note = plots.timeline(
+    [
+      Span('engine 0', 'generate', 0, 100.0, 104.0),
+      Span('engine 1', 'generate', 0, 100.0, 102.0),
+      Span('learner', 'learn', 0, 104.0, 110.0),
+      Span('engine 0', 'load', 1, 110.0, 110.001),
+    ]
+  )
+  assert note == ''
+  found, at = bars(svg), second_places(svg)
+  assert found['engine 0: generate 0, 4 s'][:2] == pytest.approx(
+    (at[100], at[104]), 0.1
+  )
+  left, right, y = found['learner: learn 0, 6 s']
+  assert (left, right) == pytest.approx((at[104], at[110]), abs=0.15)
+  tops = [found[k][2] for k in found if 'generate' in k]
+  assert tops == sorted(tops) and y > tops[1]
+  # The load is far too short for its number; the others bear theirs.
+  numbers = [n.text for n in ET.fromstring(svg).iter('text') if n.get('class') == 'in']
+  assert numbers == ['0', '0', '0']
+
+
+def test_a_timeline_has_twelve_lanes_and_twelve_bundles():
+  spans = [
+    Span(f'engine {e}', 'generate', j, 2.0 * j, 2.0 * j + 1.5)
+    for j in range(30)
+    for e in range(64)
+  ]
+  spans += [Span('learner', 'learn', j, 2.0 * j + 1, 2.0 * j + 3) for j in range(30)]
+  svg, note = plots.timeline(spans)
+  assert note == '53 more engines are not drawn'
+  found = bars(svg)
+  lanes = {told.split(':')[0] for told in found}
+  assert lanes == {f'engine {e}' for e in range(11)} | {'learner'}
+  # Bundles 18 to 29; and of 17 what was not over yet, cut off at the edge.
+  old = {told for told in found if ' 17, ' in told}
+  assert old == {'learner: learn 17, 2 s'}
+  left, right, _ = found['learner: learn 17, 2 s']
+  at = second_places(svg)
+  second = (at[40] - at[50]) / -10
+  assert left == pytest.approx(at[40] - 4 * second, abs=0.2)  # second 36
+  assert right - left == pytest.approx(second, abs=0.2)
+  assert not any(' 16, ' in told for told in found)
+
+
+@pytest.mark.parametrize('begin, end', [(0.0, 0.0), (1e6, 1e6 + 1e-3), (0.0, 1e9)])
+def test_any_timeline_can_be_drawn(begin, end):
+  svg, _ = plots.timeline([Span('learner', 'learn', 0, begin, end)])
+  assert 'nan' not in svg and len(bars(svg)) == 1
 
 
 def test_a_long_run_is_thinned_to_means():

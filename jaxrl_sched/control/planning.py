@@ -362,7 +362,7 @@ class Planner:
 
   def _spread(self, requests: Sequence[Request]) -> tuple[Share, ...]:
     """Which engine answers what, in which order (3.4)."""
-    missing = [_missing(request) for request in requests]
+    missing = [request.missing for request in requests]
     sizes = [len(answers) for answers in missing]
     means = [request.predicted_length or 1.0 for request in requests]
     highs = [request.predicted_longest or 1.0 for request in requests]
@@ -391,13 +391,6 @@ class Planner:
     minibatch = None if self._asp.refill else self._slots
     how = (np.array(sizes, np.int64), means, highs, self._asp.engines)
     return shares(*how, minibatch=minibatch)
-
-
-def _missing(request: Request) -> Sequence[int]:
-  """Numbers of the answers that are to be sampled."""
-  if request.begun:
-    return [c.answer for c in request.begun if c.finish == 'paused']
-  return range(request.size + request.relief.spare)
 
 
 def _keys(prompts: Sequence[Prompt]) -> list[tuple[str, int]]:

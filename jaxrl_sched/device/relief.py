@@ -9,17 +9,6 @@ import math
 from jaxrl_sched.types import Completion, Request
 
 
-def missing(request: Request) -> list[int]:
-  """The answers that are to be sampled, spare ones included.
-
-  Of a request that goes on, those that are paused: what is not among `begun` was found
-  not to be needed.
-  """
-  if request.begun:
-    return sorted(c.answer for c in request.begun if c.finish == 'paused')
-  return list(range(request.size + request.relief.spare))
-
-
 class Race:
   """The answers of one request on their way to being kept or not.
 
@@ -100,9 +89,9 @@ def check(request: Request) -> None:
         f'{name}: answer {c.answer} paused after {len(c.tokens)} tokens, expected 1 to '
         f'less than max_new_tokens={limit}'
       )
-  if request.begun and (len(known) < request.size or not missing(request)):
+  if request.begun and (len(known) < request.size or not request.missing):
     raise ValueError(
-      f'{name}: begun with {len(known)} answers, {len(missing(request))} of them '
+      f'{name}: begun with {len(known)} answers, {len(request.missing)} of them '
       f'paused; expected size={request.size} or more, and at least 1'
     )
 

@@ -25,7 +25,7 @@ def queue_of(requests: Sequence[Request], share: Share | None) -> list[Key]:
   Raises:
     ValueError: the share does not fit the requests; the message names its prompt.
   """
-  asked = [relief.missing(request) for request in requests]
+  asked = [request.missing for request in requests]
   if share is None:
     return [(place, k) for place, answers in enumerate(asked) for k in answers]
   queue = [(int(i), int(k)) for i, k in zip(share.requests, share.answers, strict=True)]
@@ -169,7 +169,7 @@ class Rollout:
       self._waiting[self._row(answer)] += 1
     for (place, k), before in begun.items():
       if before.finish != 'paused':
-        if relief.missing(self._requests[place])[0] in self._races[place].open:
+        if self._requests[place].missing[0] in self._races[place].open:
           self._races[place].open[k] = len(before.tokens)
           self._end(place, before)
 

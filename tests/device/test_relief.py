@@ -182,7 +182,7 @@ def with_relief(asked, size, **how):
 
 
 def shuffled(asked, seed):
-  keys = [(i, k) for i, r in enumerate(asked) for k in relief.missing(r)]
+  keys = [(i, k) for i, r in enumerate(asked) for k in r.missing]
   keys = np.random.default_rng(seed).permutation(keys)
   return Share(requests=keys[:, 0], answers=keys[:, 1])
 
@@ -378,7 +378,7 @@ def test_what_ended_is_passed_on_by_one_engine_alone(samplers):
     if 1 < sum(c.finish == 'paused' for c in mine) < 5:
       again.append(dataclasses.replace(request, begun=mine))
   again = again[:3]  # they fit the slots
-  missing = [relief.missing(request) for request in again]
+  missing = [request.missing for request in again]
   assert len(missing) == 3
   parts = []
   for engine, sampler in enumerate(samplers):
