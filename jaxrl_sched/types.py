@@ -67,6 +67,7 @@ class Request:
   prompt: Prompt
   size: int  # G
   sampling: Sampling
+  round: int = 0  # of its bundle
   dataset_pass: int = 0  # the pass over its dataset in which it was drawn
   weight: float = 1.0  # 1 / (chance that pruning asks it): corrects its whole group
   predicted_length: float | None = None  # tokens of an answer, on average
@@ -136,6 +137,18 @@ class Group:
   @functools.cached_property
   def truncated(self) -> np.ndarray:  # [G] bool
     return np.array([c.finish == 'length' for c in self.completions])
+
+  @property
+  def finishes(self) -> list[str]:
+    return [c.finish for c in self.completions]
+
+  @property
+  def versions(self) -> list[int]:  # of the weights that each answer ended with
+    return [c.version for c in self.completions]
+
+  @property
+  def earlier(self) -> list[tuple[tuple[int, int], ...]]:  # see `Completion.earlier`
+    return [c.earlier for c in self.completions]
 
   @property
   def is_paused(self) -> bool:  # some answer goes on in a later bundle

@@ -180,17 +180,19 @@ def line(entry: Entry) -> dict[str, Any]:
     'predicted_length': None if predicted is None else round(predicted, 2),
     'verdicts': group.verdicts.tolist(),
     'rewards': group.rewards.tolist(),
-    'finish': [c.finish for c in group.completions],
+    'finish': group.finishes,
     'faults': list(group.faults),
-    'versions': [c.version for c in group.completions],
+    'versions': group.versions,
     'fate': entry.fate,
     'reason': entry.reason,
     'weights': None if entry.keep is None else (entry.keep * entry.used).tolist(),
   }
   if group.spares:
     found['spares'] = list(group.spares)
-  if any(c.earlier for c in group.completions):
-    found['earlier'] = [[list(run) for run in c.earlier] for c in group.completions]
+  if any(earlier := group.earlier):
+    found['earlier'] = [[list(run) for run in runs] for runs in earlier]
+  if group.request.round:
+    found['round'] = group.request.round
   return found
 
 
@@ -203,6 +205,7 @@ def pack(group: Group) -> dict[str, Any]:
     'dataset': request.prompt.dataset,
     'index': request.prompt.index,
     'size': request.size,
+    'round': request.round,
     'pass': request.dataset_pass,
     'weight': request.weight,
     'predicted_length': request.predicted_length,
@@ -268,6 +271,7 @@ def unpack(packed: dict[str, Any], prompt: Prompt, sampling: Sampling) -> Group:
     prompt=prompt,
     size=packed['size'],
     sampling=sampling,
+    round=packed['round'],
     dataset_pass=packed['pass'],
     weight=packed['weight'],
     predicted_length=packed['predicted_length'],

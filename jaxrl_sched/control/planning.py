@@ -105,7 +105,9 @@ class Planner:
     asked = [pick for pick in queue if pick.weight > 0]
     prompts = [self._prompt(pick) for pick in asked]
     requests = [self._again(group) for group in paused]
-    requests += self._requests(asked, prompts, [size] * len(asked), None, when.draw)
+    requests += self._requests(
+      asked, prompts, [size] * len(asked), None, when.draw, when.part
+    )
     if not queue and not requests:
       return None
     return self._plan(when, queue, requests)
@@ -125,7 +127,7 @@ class Planner:
     largest = max(g for g in sizes if g <= rest)
     proposed = self._sagc.propose_sizes(when.step, chances)
     proposed = [min(size, largest) for size in proposed]
-    requests = self._requests(asked, prompts, proposed, chances, when.draw)
+    requests = self._requests(asked, prompts, proposed, chances, when.draw, when.part)
     return self._plan(when, queue, requests)
 
   def by_turns(
@@ -309,10 +311,9 @@ class Planner:
     sizes: Sequence[int],
     chances: np.ndarray | None,
     draw: int | None,
+    part: int = 0,
   ) -> list[Request]:
-    """Args:
-    draw: of the first; None: they have been drawn.
-    """
+    """Requests for these picks. `draw` is that of the first; None: they have theirs."""
     means = highs = [None] * len(asked)
     if self._lengths is not None:
       means, highs = (x.tolist() for x in self._predict(prompts, sizes))
@@ -323,6 +324,7 @@ class Planner:
         prompt=prompts[i],
         size=sizes[i],
         sampling=self._sampling,
+        round=part,
         dataset_pass=pick.number,
         weight=pick.weight,
         predicted_length=means[i],
@@ -336,7 +338,7 @@ class Planner:
   def _again(self, group: Group) -> Request:
     """Asks for what is missing of a group's answers."""
     return dataclasses.replace(
-      group.request, relief=self._asp.relief, begun=group.completions
+      group.request, round=0, relief=self._asp.relief, begun=group.completions
     )
 
   def _plan(self, when: When, queue: Sequence[Pick], requests: list[Request]) -> Plan:

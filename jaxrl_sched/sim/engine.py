@@ -1,0 +1,263 @@
+"""The Engine protocol on a simulated clock: what a run would have taken, and why.
+
+Times follow the recursion of `control/timeline.py`. A bundle's generation is worked out
+when it is submitted: nothing that comes later could change it.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl_sched.control.planning import Plan
+from jaxrl_sched.engine import Span
+from jaxrl_sched.host.rewards import overlong_penalty
+from jaxrl_sched.sim import relief, work
+from jaxrl_sched.sim.clocks import IDLE, Clocks, Times
+from jaxrl_sched.sim.costs import Costs
+from jaxrl_sched.sim.counts import HOST, LEARN, Rows, learning
+from jaxrl_sched.sim.groups import trained, whole_groups
+from jaxrl_sched.sim.workload import ABORTED, Answers
+from jaxrl_sched.types import Group, Lesson, Relief, Request
+
+
+class Answering(Protocol):
+  """What the engine asks of a workload."""
+
+  def answers_of(self, requests: Sequence[Request], version: int) -> Answers:
+    """The answers of a round, of the policy as it is at this version."""
+
+  def trained(self, lesson: Lesson) -> None:
+    """The policy has learned from this."""
+
+
+@dataclasses.dataclass
+class _Round:
+  """What was submitted at once, on its way."""
+
+  bundle: int
+  groups: list[Group]
+  times: Times
+  reward: float  # seconds, after the last engine is done
+  answers: int
+
+
+class SimEngine:
+  """Engines with slots, and a trainer, on a clock of their own.
+
+  Args:
+    workload: what the policy answers: a `Workload` or a `Trace`.
+    costs: what everything takes.
+    slots, chunk: of each engine's sampler.
+    rows, row_tokens: of the learner's microbatches. None: nothing is packed, and
+      `learn_batch` is not charged.
+    window, share_prompt: of the packing.
+    overlong_filter: truncated answers are not trained on.
+    overlong: keyword arguments of `overlong_penalty` but for the limit, or None.
+
+  Attributes:
+    step: updates done so far.
+  """
+
+  def __init__(
+    self,
+    workload: Answering,
+    costs: Costs,
+    *,
+    slots: int,
+    chunk: int = 1,
+    rows: int | None = None,
+    row_tokens: int | None = None,
+    window: int = 16,
+    share_prompt: bool = False,
+    overlong_filter: bool = False,
+    overlong: dict[str, Any] | None = None,
+  ):
+    for name, value in dict(slots=slots, chunk=chunk).items():
+      if type(value) is not int or value < 1:
+        raise ValueError(f'sim.{name}: {value!r}, expected a whole number from 1')
+    self.step = 0
+    self._workload, self._costs = workload, costs
+    self._slots, self._chunk = slots, chunk
+    self._packing = Rows(
+      rows=rows, row_tokens=row_tokens, window=window, share_prompt=share_prompt
+    )
+    self._overlong, self._overlong_filter = overlong, overlong_filter
+    self._clock = 0.0  # of the trainer
+    self._on_their_way: list[_Round] = []
+    self._clocks: Clocks | None = None  # of the engines, once it is known how many
+    self._collected: dict[int, list[_Round]] = {}  # bundle -> rounds
+    self._waited = 0.0  # by the trainer, since the last update
+    self._train = self._wait = 0.0  # of the trainer, so far
+    self._spans: list[Span] = []
+
+  # --- the protocol ---
+
+  def agree(self, make: Callable[[], Any]) -> Any:
+    return make()
+
+  def compare(self, what: str, make: Callable[[], Any]) -> None:
+    """There is one process, which agrees with itself."""
+
+  def evaluate(self, requests: Sequence[Request]) -> list[Group]:
+    raise ValueError('evaluate: a simulated policy cannot be evaluated')
+
+  def save(self, control: dict[str, Any], *, score: float | None) -> None:
+    pass
+
+  def now(self) -> float:
+    return self._clock
+
+  def spans(self) -> list[Span]:
+    spans, self._spans = self._spans, []
+    return spans
+
+  def submit(self, plan: Plan) -> None:
+    if plan.version != self.step:
+      raise ValueError(
+        f'bundle {plan.step}: to be sampled with version {plan.version}, but the '
+        f'weights are of version {self.step}'
+      )
+    engines = len(plan.shares)
+    if self._clocks is None:
+      self._clocks = Clocks(engines, self._slots, self._costs)
+    if engines != self._clocks.engines:
+      raise ValueError(
+        f'bundle {plan.step}: shares of {engines} engines, expected '
+        f'{self._clocks.engines}'
+      )
+    answers = self._workload.answers_of(plan.requests, plan.version)
+    rewards = self._rewards(answers, plan.requests)
+    how = (plan.requests, answers, plan.shares, self._slots, self._chunk)
+    if _is_plain(plan.requests, answers):
+      works = work.whole(*how)
+      groups = whole_groups(plan.requests, plan.version, answers, rewards)
+    else:
+      found = relief.run(*how)
+      works = work.relieved(*how[:3], found)
+      groups = relief.groups(plan.requests, plan.version, answers, rewards, found)
+    times = self._clocks.put(plan.step, plan.version, works, self._clock)
+    count = sum(group.size + len(group.spares) for group in groups)
+    reward = self._costs.reward_round + self._costs.reward_answer * count
+    self._on_their_way.append(_Round(plan.step, groups, times, reward, count))
+
+  def collect(
+    self, bundle: int, enough: Callable[[Sequence[Group]], bool]
+  ) -> list[Group]:
+    return [group for one in self._take(bundle) for group in one.groups]
+
+  def collect_rest(self) -> list[Group]:
+    return []
+
+  def drain(self, before: int) -> dict[int, list[Group]]:
+    found = collections.defaultdict(list)
+    for bundle in sorted({one.bundle for one in self._on_their_way}):
+      if bundle < before:
+        found[bundle] = [g for one in self._take(bundle) for g in one.groups]
+    self._on_their_way = []
+    if self._clocks is not None:
+      self._clocks.forget()
+    return dict(found)
+
+  # --- sampling ---
+
+  def _rewards(self, answers: Answers, requests: Sequence[Request]) -> np.ndarray:
+    """[answers] float32, shaped."""
+    if answers.rewards is not None:
+      return answers.rewards
+    if self._overlong is None or not requests:
+      return answers.verdicts
+    limit = requests[0].sampling.max_new_tokens  # of all, in training
+    shape = overlong_penalty(answers.lengths, limit=limit, **self._overlong)
+    return answers.verdicts + shape
+
+  def _take(self, bundle: int) -> list[_Round]:
+    """The rounds of a bundle; the trainer waits until they are ready."""
+    taken = [one for one in self._on_their_way if one.bundle == bundle]
+    self._on_their_way = [one for one in self._on_their_way if one.bundle != bundle]
+    for one in taken:
+      ready = float(one.times.ends.max()) + one.reward
+      waited = max(0.0, ready - self._clock)
+      self._clock += waited
+      self._waited += waited
+      self._wait += waited
+      self._clocks.count(one.times)
+      self._spans += one.times.spans()
+    self._collected.setdefault(bundle, []).extend(taken)
+    return taken
+
+  # --- learning ---
+
+  def learn(self, lesson: Lesson) -> dict[str, Any]:
+    is_skipped = not any(np.any(a) for a in lesson.advantages)
+    groups, lags = [], {}
+    if not is_skipped:
+      groups, lags = trained(lesson, self.step, overlong_filter=self._overlong_filter)
+    counts, filled = learning(groups, self._packing)
+    learn = 0.0 if is_skipped else float(counts @ self._costs.of(LEARN))
+    rounds = self._collected.pop(self.step, [])
+    host = (sum(one.answers for one in rounds), 1)
+    overhead = float(host @ self._costs.of(HOST))
+    begin = self._clock + overhead
+    self._clock = begin + learn
+    self._spans.append(Span('learner', 'learn', self.step, begin, self._clock))
+    self._train += overhead + learn
+    metrics = {'update/skipped': float(is_skipped)} | _of_rounds(rounds)
+    metrics |= _lags(lags)
+    metrics |= {'time/learn_s': learn, 'time/idle_s/learner': self._waited}
+    if filled:
+      places = counts[0] * self._packing.rows * self._packing.row_tokens
+      metrics |= {'packing/rows': filled, 'packing/density': counts[1] / places}
+    self._waited = 0.0
+    self.step += 1
+    self._workload.trained(lesson)
+    return metrics
+
+  def totals(self) -> dict[str, Any]:
+    """Where the time has gone so far, in seconds.
+
+    Returns:
+      'wall'; of the trainer 'train' and 'wait', which sum to it; and of each engine
+      [E] 'busy', 'load', 'padding', 'skew' and 'ordering' (see `Clocks`), which do so
+      too, where nothing is on its way.
+    """
+    found = {'wall': self._clock, 'train': self._train, 'wait': self._wait}
+    return found | ({} if self._clocks is None else self._clocks.totals(self._clock))
+
+
+def _of_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
+  """Metrics of what was collected for a step; idle seconds are of a mean engine."""
+  times = [one.times for one in rounds]
+  metrics = {
+    'time/generate_s': sum(one.generate for one in times),
+    'time/load_s': sum(one.load for one in times),
+    'time/reward_s': sum(one.reward for one in rounds),
+  }
+  for name in IDLE:
+    metrics[f'sim/idle/{name}'] = sum(float(one.parts[name].mean()) for one in times)
+  waits = metrics['sim/idle/skew'] + metrics['sim/idle/ordering']
+  metrics['time/idle_s/sampler'] = waits
+  places, tokens = sum(one.places for one in times), sum(one.tokens for one in times)
+  metrics['rollout/idle_slots'] = 1 - tokens / places if places else 0.0
+  return metrics
+
+
+def _is_plain(requests: Sequence[Request], answers: Answers) -> bool:
+  """Whether every answer is sampled from first to last, and kept."""
+  plain = Relief()
+  return not any(r.begun or r.relief != plain for r in requests) and not (
+    (answers.finish == ABORTED).any()
+  )
+
+
+def _lags(tokens: dict[int, int]) -> dict[str, float]:
+  """Metrics of the lags of trained tokens."""
+  total = sum(tokens.values())
+  if not total:
+    return {}
+  return {
+    'lag/mean': sum(lag * n for lag, n in tokens.items()) / total,
+    'lag/max': max(tokens),
+  } | {f'lag/share/{lag}': n / total for lag, n in tokens.items()}

@@ -1,0 +1,175 @@
+"""What the steps of a real run did, counted anew from its files."""
+
+from collections.abc import Iterator
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.control.asp import shares
+from jaxrl_sched.sim import slots as slots_lib
+from jaxrl_sched.sim.counts import Rows, StepTimes, generation, learning
+from jaxrl_sched.sim.records import Record, read
+from jaxrl_sched.sim.trace import PromptSet
+
+
+def read_run(
+  workdir: str | os.PathLike,
+  *,
+  prompts: PromptSet | None = None,
+  steps: range | None = None,
+) -> list[StepTimes]:
+  """The steps of a run, for `costs.fit`.
+
+  Its slots are filled anew with the recorded lengths. Without lag, `time/generate_s`
+  is the sum over rounds; with it, the time of the slowest engine.
+
+  Args:
+    workdir: with config.json, metrics.jsonl and rollouts.jsonl.
+    prompts: of the run, for the lengths of prompts. None: prompts count as empty, and
+      what they take is part of what their answers do.
+    steps: only these. None: all that are recorded whole.
+
+  Raises:
+    ValueError: a file cannot be read, or none of these steps is recorded whole; or the
+      run had spare or paused answers, of which the record does not say enough.
+  """
+  workdir = pathlib.Path(workdir)
+  try:
+    return _read(workdir, prompts, steps)
+  except KeyError as error:
+    raise ValueError(f'{workdir}: {error} is missing in what the run wrote') from None
+
+
+def _read(
+  workdir: pathlib.Path, prompts: PromptSet | None, steps: range | None
+) -> list[StepTimes]:
+  c = _json(workdir / 'config.json')
+  asp = c.get('asp') or {}
+  for key in ('spare', 'pause_after'):
+    if asp.get(key):
+      raise ValueError(f'{workdir}: asp.{key}={asp[key]}, expected a run without')
+  lines = _metrics(workdir / 'metrics.jsonl')
+  records = {record.draw: record for record in read(workdir / 'rollouts.jsonl')}
+  known = _prompt_lengths(records, prompts)
+  found, draw = [], 0
+  for line in lines:
+    count = int(line['rollout/groups_generated'])
+    mine = [records.get(draw + i) for i in range(count)]
+    draw += count
+    whole = None not in mine  # else the run ended before their fate was settled
+    if whole and (steps is None or line['step'] in steps):
+      trained = [r for r in records.values() if r.step == line['step'] and r.weights]
+      found.append(_step(c, line, mine, trained, known))
+  if not found:
+    raise ValueError(f'{workdir}: none of these steps is recorded whole, expected one')
+  return found
+
+
+def _step(
+  c: dict[str, Any],
+  line: dict[str, Any],
+  mine: list[Record],
+  trained: list[Record],
+  known: dict[str, int],
+) -> StepTimes:
+  rounds: dict[int, list[Record]] = {}
+  for record in mine:
+    rounds.setdefault(record.round or 0, []).append(record)
+  generate = sum((_generate(c, some, known) for some in rounds.values()), np.zeros(6))
+  answers = sum(record.size + len(record.spares) for record in mine)
+  keys = [field.name for field in dataclasses.fields(Rows)]
+  rows = Rows(**{key: c['learner'][key] for key in keys})
+  is_made = not line['update/skipped']
+  times = {what: line[f'time/{what}_s'] for what in ('generate', 'reward', 'learn')}
+  return StepTimes(
+    step=line['step'],
+    generate=generate,
+    host=np.array([answers, 1], np.float64),
+    reward=np.array([line['rollout/rounds'], answers], np.float64),
+    learn=learning(_learned(trained, known), rows)[0] * is_made,
+    generate_s=times['generate'],
+    reward_s=times['reward'],
+    learn_s=times['learn'],
+    load_s=line.get('time/load_s'),
+    # With lag both sides are busy at once, and nothing says what the host took.
+    overhead_s=max(0.0, line['time/idle_s']) if 'time/idle_s' in line else 0.0,
+  )
+
+
+def _generate(
+  c: dict[str, Any], records: list[Record], known: dict[str, int]
+) -> np.ndarray:
+  """Counts of the slowest engine in a round."""
+  slots, chunk = c['sampler']['slots'], c['sampler']['chunk']
+  asp = c.get('asp') or {'engines': 1, 'refill': True}
+  predicted = [r.predicted_length or 1.0 for r in records]
+  sizes = [record.size for record in records]
+  if not all(sizes):  # nothing is left of a group, and nobody knows what was sampled
+    records = [record for record in records if record.size]
+    return _generate(c, records, known) if records else np.zeros(6)
+  minibatch = None if asp['refill'] else slots
+  found = []
+  for share in shares(sizes, predicted, predicted, asp['engines'], minibatch=minibatch):
+    if not len(share.requests):
+      continue
+    pairs = zip(share.requests.tolist(), share.answers.tolist(), strict=True)
+    made = np.array([records[i].lengths[k] for i, k in pairs])
+    if share.cuts is None:
+      decoded = slots_lib.refill(made, slots, chunk)
+    else:
+      decoded = slots_lib.static(made, share.cuts, slots, chunk)
+    prompts = np.array([known[record.prompt_id] for record in records])
+    read_in = prompts[np.unique(share.requests)]
+    found.append(generation(decoded, made, prompts[share.requests], read_in))
+  return max(found, key=lambda counts: counts[0])
+
+
+def _learned(
+  records: list[Record], known: dict[str, int]
+) -> Iterator[tuple[int, list[int]]]:
+  """Tokens of each prompt, and of its answers that a step was trained on."""
+  for record in records:
+    kept = zip(record.lengths, record.weights, strict=True)
+    yield known[record.prompt_id], [length for length, w in kept if w > 0]
+
+
+def _prompt_lengths(
+  records: dict[int, Record], prompts: PromptSet | None
+) -> dict[str, int]:
+  if prompts is None:
+    return {record.prompt_id: 0 for record in records.values()}
+  wanted = {record.prompt_id for record in records.values()}
+  found = {
+    key: len(prompts.get(name, index).tokens)
+    for name, ids in prompts.ids().items()
+    for index, key in enumerate(ids)
+    if key in wanted
+  }
+  for record in records.values():
+    if record.prompt_id not in found:
+      raise ValueError(
+        f'{record.where}: prompt {record.prompt_id!r}, expected one of these prompts: '
+        'it is from a run with other datasets'
+      )
+  return found
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    return json.loads(path.read_text(encoding='utf-8'))
+  except (OSError, ValueError) as error:
+    raise ValueError(f'{path}: cannot be read: {error}') from None
+
+
+def _metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+  """The lines of steps; that of the last evaluation is none."""
+  try:
+    lines = path.read_text(encoding='utf-8').splitlines()
+    found = [json.loads(line) for line in lines]
+  except (OSError, ValueError) as error:
+    raise ValueError(f'{path}: cannot be read: {error}') from None
+  return [line for line in found if 'rollout/groups_generated' in line]

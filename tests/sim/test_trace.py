@@ -1,0 +1,194 @@
+"""A recorded run answers again as it did, and what no run wrote is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_sched.control import ledger
+from jaxrl_sched.sim.groups import whole_groups
+from jaxrl_sched.sim.trace import Trace
+from jaxrl_sched.sim.workload import FINISHES, Dataset, Workload
+from jaxrl_sched.types import Relief, Request, Sampling
+
+LIMIT = 50
+SAMPLING = Sampling(max_new_tokens=LIMIT)
+PROMPTS = Workload({'a': Dataset(count=9), 'b': Dataset(count=9)}).prompts
+
+
+def line(draw=0, **fields):
+  """A group of two answers to a/1."""
+  return {
+    'step': 3,
+    'draw': draw,
+    'prompt_id': 'a/1',
+    'dataset': 'a',
+    'size': 2,
+    'lengths': [7, 50],
+    'predicted_length': 12.5,
+    'verdicts': [1.0, 0.0],
+    'rewards': [1.0, -0.5],
+    'finish': ['stop', 'length'],
+    'faults': [None, 'timeout'],
+    'versions': [3, 3],
+    'fate': 'trained',
+    'reason': '',
+    'weights': [1.0, 2.0],
+  } | fields
+
+
+def written(tmp_path, lines):
+  path = tmp_path / 'rollouts.jsonl'
+  texts = [one if isinstance(one, str) else json.dumps(one) for one in lines]
+  path.write_text('\n'.join(texts) + '\n')
+  return path
+
+
+def trace(tmp_path, lines, limit=LIMIT):
+  return Trace(written(tmp_path, lines), PROMPTS, limit=limit)
+
+
+def request(draw, size=2, *, dataset='a', index=1, **how):
+  prompt = PROMPTS.get(dataset, index)
+  return Request(draw=draw, prompt=prompt, size=size, sampling=SAMPLING, **how)
+
+
+# --- answers --------------------------------------------------------------------------
+
+
+def test_a_recorded_request_gets_the_answers_of_then(tmp_path):
+  found = trace(tmp_path, [line(4), line(5, lengths=[1, 2])])
+  answers = found.answers_of([request(5), request(4)], 9)
+  assert answers.starts.tolist() == [0, 2, 4]
+  assert answers.lengths.tolist() == [1, 2, 7, 50]
+  assert answers.verdicts.tolist() == [1, 0, 1, 0]
+  assert answers.rewards.tolist() == [1, -0.5, 1, -0.5]
+  assert [FINISHES[i] for i in answers.finish] == ['stop', 'length'] * 2
+  assert answers.faults == {0: (None, 'timeout'), 1: (None, 'timeout')}
+  assert (found.recorded, found.drawn) == (2, 0)
+
+
+@pytest.mark.parametrize(
+  'other', [request(8), request(4, 3), request(4, index=2), request(4, 2, dataset='b')]
+)
+def test_any_other_is_answered_by_lot(tmp_path, other):
+  # Of another draw, size or prompt.
+  lines = [line(4), line(6, prompt_id='b/1', dataset='b', lengths=[30, 31])]
+  found = trace(tmp_path, lines)
+  answers = found.answers_of([other], 0)
+  near = [30, 31] if other.prompt.dataset == 'b' else [7, 50]
+  assert set(answers.lengths.tolist()) <= set(near)
+  assert len(answers.lengths) == other.size
+  assert (found.recorded, found.drawn) == (0, 1)
+
+
+def test_a_lot_falls_on_groups_of_the_prompt_that_are_near(tmp_path):
+  lines = [
+    line(draw, lengths=[draw, draw], prompt_id=f'a/{index}')
+    for index in (1, 2)
+    for draw in range(index, 49, 2)
+  ]
+  found = trace(tmp_path, lines)
+  answers = found.answers_of([request(1000 + i, 40) for i in range(20)], 0)
+  assert set(answers.lengths.tolist()) == {45, 47}  # the two last of a/1
+  answers = found.answers_of([request(20, 400)], 0)
+  assert set(answers.lengths.tolist()) == {19, 21}
+
+
+def test_an_unseen_prompt_is_answered_by_one_group_of_its_dataset(tmp_path):
+  lines = [line(draw, lengths=[draw, draw + 20]) for draw in range(1, 21)]
+  found = trace(tmp_path, lines)
+  seen = set()
+  for draw in range(1000, 1100):
+    lengths = found.answers_of([request(draw, 30, index=5)], 0).lengths
+    low = lengths.min()
+    assert set(lengths.tolist()) <= {low, low + 20}  # alike, as a prompt's answers are
+    seen.add(int(low))
+  assert seen == set(range(13, 21))
+
+
+def test_lots_do_not_hang_on_company(tmp_path):
+  lines = [line(draw, lengths=[draw, draw + 20]) for draw in range(1, 21)]
+  found = trace(tmp_path, lines)
+  asked = [request(draw, 5, index=5) for draw in range(30, 40)]
+  together = found.answers_of(asked, 0).lengths.reshape(10, 5)
+  alone = [found.answers_of([one], 0).lengths.tolist() for one in reversed(asked)]
+  assert together.tolist() == alone[::-1]
+
+
+def test_spare_answers_come_by_lot_behind_the_recorded_ones(tmp_path):
+  found = trace(tmp_path, [line(4)])
+  answers = found.answers_of([request(4, relief=Relief(spare=3))], 0)
+  assert answers.lengths.tolist()[:2] == [7, 50] and len(answers.lengths) == 5
+
+
+def test_a_dataset_without_a_record_is_refused(tmp_path):
+  with pytest.raises(ValueError, match="no answer to a prompt of dataset 'b'"):
+    trace(tmp_path, [line(4)]).answers_of([request(9, dataset='b')], 0)
+
+
+def test_the_fields_are_those_that_the_ledger_writes(tmp_path):
+  workload = Workload({'a': Dataset(count=9)})
+  asked = request(4)
+  found = workload.answers_of([asked], 0)
+  (group,) = whole_groups([asked], 0, found, found.verdicts)
+  entry = ledger.taken(group, np.ones(2), np.ones(2, bool))
+  again = trace(tmp_path, [{'step': 0} | ledger.line(entry)], limit=None)
+  answers = again.answers_of([asked], 0)
+  assert again.recorded == 1
+  assert answers.lengths.tolist() == found.lengths.tolist()
+  assert answers.verdicts.tolist() == found.verdicts.tolist()
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+def without(key):
+  return {k: v for k, v in line(1).items() if k != key}
+
+
+@pytest.mark.parametrize(
+  'bad, said',
+  [
+    ('{"step": 3, "dr', 'not JSON'),
+    ('[1, 2]', 'expected the fields of a group'),
+    (line(1, speed=3), "unknown field 'speed'"),
+    (without('verdicts'), "field 'verdicts' is missing"),
+    (line(0), 'draw 0 is already in line 1'),
+    (line(-1), 'draw -1, expected a whole number from 0'),
+    (line(1, lengths=[-7, 5]), 'lengths .*-7.*, expected each from 1 to 50'),
+    (line(1, lengths=[0, 5]), 'lengths .*, expected each from 1 to 50'),
+    (line(1, lengths=[7, 51]), 'lengths .*51.*, expected each from 1 to 50'),
+    (line(1, lengths=[7, 5.5]), 'lengths .*, expected each from 1 to 50'),
+    (line(1, lengths=[7]), 'lengths .*, expected a list of 2 entries'),
+    (line(1, size=3), 'lengths .*, expected a list of 3 entries'),
+    (line(1, verdicts=[1.0]), 'verdicts .*, expected a list of 2 entries'),
+    (line(1, rewards=[1.0, None]), 'rewards .*, expected finite numbers'),
+    (line(1, finish=['stop', 'tired']), 'finish .*, expected each one of stop'),
+    (line(1, faults=[None, 3]), 'faults .*, expected text or null'),
+    (line(1, versions=[3, 4]), 'versions .*, expected each from 0 to the step, 3'),
+    (line(1, weights=[1.0, -1.0]), 'weights .*, expected numbers from 0'),
+    (line(1, fate='lost'), "fate 'lost', expected one of trained"),
+    (line(1, predicted_length=-3), 'predicted_length -3, expected a number above 0'),
+    (line(1, spares=[0]), 'spares .*, expected a list of tokens'),
+    (line(1, step='3'), "step '3', expected a whole number from 0"),
+    (line(1, dataset='c', prompt_id='c/1'), "dataset 'c', expected one of a, b: .*run"),
+    (
+      line(1, prompt_id='a/77'),
+      "prompt 'a/77', expected one of the 9 of .* 'a': .*run",
+    ),
+  ],
+)
+def test_bad_input_is_refused_with_its_line(tmp_path, bad, said):
+  lines = [line(0), line(50), bad, line(51)]
+  with pytest.raises(ValueError, match=said) as error:
+    trace(tmp_path, lines)
+  assert 'rollouts.jsonl:3: ' in str(error.value)
+  assert '\n' not in str(error.value)
+
+
+def test_a_file_that_is_empty_or_is_not_there_is_refused(tmp_path):
+  with pytest.raises(ValueError, match='no line, expected a group at least'):
+    trace(tmp_path, [''])
+  with pytest.raises(ValueError, match='cannot be read'):
+    Trace(tmp_path / 'none.jsonl', PROMPTS)
