@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import sys
 import time
 from typing import Any
 
@@ -15,19 +14,19 @@ from jaxrl_sched.control.base import digest
 from jaxrl_sched.control.planning import Plan
 from jaxrl_sched.device import multihost
 from jaxrl_sched.device.checkpoint import Checkpoints
-from jaxrl_sched.device.lanes import Job, Key, Lane, advance_one, busy_within
+from jaxrl_sched.device.lanes import Job, Lane, advance_one, busy_within
 from jaxrl_sched.device.learner import Learner
+from jaxrl_sched.device.marking import Marking
 from jaxrl_sched.device.references import References
 from jaxrl_sched.device.sampler import Sampler
 from jaxrl_sched.device.tokenizers import answer_text
 from jaxrl_sched.engine import Span, Stopped
 from jaxrl_sched.host import packing
-from jaxrl_sched.host.grading import Grade, GradingPool
+from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
 from jaxrl_sched.types import Completion, Group, Lesson, Request, Share
 
 EVALUATION = -1  # in place of a bundle
-FAILED_IN_A_ROW = 512  # answers without a verdict, and the verifier is broken
 
 
 class CompileCounter:
@@ -87,8 +86,9 @@ class DeviceEngine:
     self.step = 0
     self._zero = time.perf_counter()  # of our clock
     self.progress: Callable[[str], None] = lambda text: None
-    self._samplers, self._learner, self._grader = list(samplers), learner, grader
+    self._samplers, self._learner = list(samplers), learner
     self._tokenizer, self._checkpoints = tokenizer, checkpoints
+    self._marking = Marking(grader, self.text_of)
     self._max_new_tokens, self._window, self._lag = max_new_tokens, window, lag
     self._share_prompt, self._longest_part = share_prompt, longest_part
     self._overlong = overlong
@@ -100,14 +100,10 @@ class DeviceEngine:
       self._lanes = [Lane(name, e, teacher) for e, name in enumerate(names)]
     self._has_teacher = teacher is not None
     self._jobs: list[Job] = []  # submitted and not given away, in that order
-    self._grades: dict[Key, Grade] = {}  # of groups that have not been given away
     self._compiled = CompileCounter()
-    self._reward_s = 0.0
     self._idle: dict[int, list[float]] = {}  # bundle -> idle share of each round
     self._since = time.perf_counter()  # when the newest update was done
     self._learned: list[Span] = []  # since the last call of `spans`
-    self._failed = 0  # answers in a row that could not be graded
-    self._warned: set[tuple[str, str]] = set()
 
   def agree(self, make: Callable[[], Any]) -> Any:
     return multihost.agree(make, name=f'plan {self.step}')
@@ -165,21 +161,15 @@ class DeviceEngine:
   ) -> Job:
     """Queues a round. Answers are graded while others are sampled."""
 
-    def grade(request: Request, completion: Completion) -> None:
+    def heard(request: Request, completion: Completion) -> None:
       job.ended += 1
-      if not request.relief.pause_after:  # else it may have to wait for others
-        self._grade(request, completion)
+      self._marking.submit(request, completion)
 
-    job = Job(bundle, version, list(requests), shares, grade)
+    job = Job(bundle, version, list(requests), shares, heard)
     self._jobs.append(job)
     for lane in lanes:
       lane.put(job)
     return job
-
-  def _grade(self, request: Request, completion: Completion) -> None:
-    if completion.finish != 'aborted':
-      text = self.text_of(completion, request.sampling.stop_ids)
-      self._grader.submit((completion.draw, completion.answer), text, request.prompt)
 
   def collect(
     self, bundle: int, enough: Callable[[Sequence[Group]], bool]
@@ -187,27 +177,35 @@ class DeviceEngine:
     job = next(job for job in self._jobs if job.bundle == bundle)
     self._finish(job, 'sampling', self._check)
     # Sampling goes on while answers are graded.
-    groups = self._graded_groups(job, lambda: self._check() or self._go_on(), enough)
-    return [self._shape(group) for group in groups]
+    return self._groups(job, lambda: self._check() or self._go_on(), enough)
 
   def collect_rest(self) -> list[Group]:
     # Nothing may stop this half-way: an update has been made already. The time is that
     # of a step whose times have been told, and whoever waits knows it.
-    kept, groups = self._reward_s, []
-    for job in [job for job in self._jobs if job.sampled]:
-      groups += self._graded_groups(job, self._go_on)
-    self._reward_s = kept
-    return [self._shape(group) for group in groups]
+    with self._marking.not_timed():
+      left = [job for job in self._jobs if job.sampled]
+      return [group for job in left for group in self._groups(job, self._go_on)]
 
   def drain(self, before: int) -> dict[int, list[Group]]:
     self._forget(lambda job: job.bundle >= before)
-    found, kept = {}, self._reward_s
-    for job in list(self._jobs):
-      self._finish(job, 'finishing', lambda: None)
-      groups = self._graded_groups(job, self._go_on)
-      found[job.bundle] = [self._shape(group) for group in groups]
-    self._reward_s = kept
+    found = {}
+    with self._marking.not_timed():
+      for job in list(self._jobs):
+        self._finish(job, 'finishing', lambda: None)
+        found[job.bundle] = self._groups(job, self._go_on)
     return found
+
+  def _groups(
+    self,
+    job: Job,
+    while_waiting: Callable[[], Any],
+    enough: Callable[[Sequence[Group]], bool] = lambda groups: False,
+  ) -> list[Group]:
+    """Groups of a round, in draw order, shaped; with `enough` the first ones."""
+    groups = self._marking.groups(job, while_waiting=while_waiting, enough=enough)
+    if not job.sampled:
+      self._jobs.remove(job)
+    return [self._shape(group) for group in groups]
 
   def _forget(self, is_lost: Callable[[Job], bool]) -> None:
     for lane in [*self._lanes, *self._judges]:
@@ -216,19 +214,18 @@ class DeviceEngine:
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     self._check()
-    began, kept = time.perf_counter(), self._reward_s
+    began = time.perf_counter()
     ones = np.ones(len(requests))
     sizes = [request.size for request in requests]
     spread = shares(sizes, ones, ones, len(self._judges))
     job = self._put(self._judges, EVALUATION, self.step, requests, spread)
     try:
       self._finish(job, 'evaluating', self._check)
-      groups = self._graded_groups(job, self._check)
+      with self._marking.not_timed():  # it is not of a step
+        return self._marking.groups(job, while_waiting=self._check)
     finally:
       self._forget(lambda other: other is job)
-    self._reward_s = kept  # not the time of a step
-    self._since += time.perf_counter() - began
-    return groups
+      self._since += time.perf_counter() - began
 
   def text_of(self, completion: Completion, stop_ids: Sequence[int]) -> str:
     return answer_text(self._tokenizer, completion.tokens, stop_ids)
@@ -247,82 +244,13 @@ class DeviceEngine:
       look()
       self._go_on()
       self.progress(f'{doing} {min(job.ended, total)}/{total} answers')
-    by_draw: dict[int, list[Completion]] = {r.draw: [] for r in job.requests}
-    for (draw, _), completion in sorted(job.completions().items()):
-      by_draw[draw].append(completion)
     if job.bundle != EVALUATION:
       self._idle.setdefault(job.bundle, []).append(job.idle_share())
-    job.sampled, cut = [], {}
-    for (draw, _), tokens in sorted(job.cut().items()):
-      cut.setdefault(draw, []).append(tokens)
-    for request in job.requests:
-      completions = by_draw[request.draw]
-      if request.relief.pause_after and not any(map(_is_paused, completions)):
-        for completion in completions:
-          self._grade(request, completion)
-      gone = tuple(cut.get(request.draw, ()))
-      if not any(map(_is_paused, completions)):
-        gone += tuple(len(c.tokens) for c in completions if c.finish == 'aborted')
-        completions = [c for c in completions if c.finish != 'aborted']
-      job.sampled.append((request, completions, gone))
-
-  def _graded_groups(
-    self,
-    job: Job,
-    while_waiting: Callable[[], Any],
-    enough: Callable[[Sequence[Group]], bool] = lambda groups: False,
-  ) -> list[Group]:
-    """Groups of a round, in draw order; with `enough` the first ones."""
-    began = time.perf_counter()
-    keys = [
-      (c.draw, c.answer)
-      for _, completions, _ in job.sampled
-      if not any(map(_is_paused, completions))
-      for c in completions
-      if (c.draw, c.answer) not in self._grades
-    ]
-    self._grades |= self._grader.collect(
-      keys,
-      while_waiting=while_waiting,
-      enough=lambda grades: enough(_graded(job, self._grades | grades)),
-    )
-    self._reward_s += time.perf_counter() - began
-    groups = _graded(job, self._grades)
-    job.sampled = job.sampled[len(groups) :]
-    if not job.sampled:
-      self._jobs.remove(job)
-    for group in groups:
-      if not group.is_paused:
-        grades = [self._grades.pop((c.draw, c.answer)) for c in group.completions]
-        self._check_grading(grades)
-        self._warn(group.request, grades)
-    return groups
-
-  def _check_grading(self, grades: Sequence[Grade]) -> None:
-    """Single answers may fail; a verifier that never works ends the run."""
-    for grade in grades:
-      self._failed = self._failed + 1 if grade.fault is not None else 0
-      if self._failed == FAILED_IN_A_ROW:
-        raise ValueError(
-          f'grading: {FAILED_IN_A_ROW} answers in a row could not be graded; the '
-          f'last: {grade.fault}: {grade.detail}'
-        )
+    self._marking.begin(job)
 
   def _check(self) -> None:
     if self._stopping():
       raise Stopped
-
-  def _warn(self, request: Request, grades: Sequence[Grade]) -> None:
-    """Says what went wrong in a verifier, the first time of each kind."""
-    for grade in grades:
-      kind = (request.prompt.reward, grade.fault)
-      if grade.fault is not None and kind not in self._warned:
-        self._warned.add(kind)
-        print(
-          f'grading: {request.prompt.reward} on prompt {request.prompt.id}: '
-          f'{grade.fault} ({grade.detail}), scored 0; more of it is only counted',
-          file=sys.stderr,
-        )
 
   def _shape(self, group: Group) -> Group:
     if self._overlong is None:
@@ -408,10 +336,9 @@ class DeviceEngine:
       [busy_within([*lane.spans, *lane.running()], since, now) for lane in self._lanes]
     )
     idle = self._idle.pop(self.step - 1, [])
-    reward, self._reward_s = self._reward_s, 0.0
     return {
       'time/generate_s': float(generated),
-      'time/reward_s': reward,
+      'time/reward_s': self._marking.take_seconds(),
       'time/learn_s': learned_at - began,
       'time/load_s': now - learned_at,
       'time/idle_s/sampler': now - since - float(generated),
@@ -445,38 +372,7 @@ class DeviceEngine:
     try:
       self._checkpoints.close()
     finally:
-      self._grader.close()
-
-
-NOT_YET = Grade(score=0.0, fault=None, detail='', seconds=0.0)  # of a paused group
-
-
-def _graded(job: Job, grades: dict[Key, Grade]) -> list[Group]:
-  """The first groups of a round, as far as there are grades for all answers."""
-  groups = []
-  for request, completions, gone in job.sampled:
-    if any(map(_is_paused, completions)):
-      found = [NOT_YET] * len(completions)
-    else:
-      found = [grades.get((c.draw, c.answer)) for c in completions]
-    if None in found:
-      break
-    verdicts = np.array([g.score for g in found], np.float32)
-    groups.append(
-      Group(
-        request=request,
-        completions=tuple(completions),
-        verdicts=verdicts,
-        rewards=verdicts,
-        faults=tuple(g.fault for g in found),
-        spares=gone,
-      )
-    )
-  return groups
-
-
-def _is_paused(completion: Completion) -> bool:
-  return completion.finish == 'paused'
+      self._marking.close()
 
 
 def _is_ready(tree: Any) -> bool:

@@ -1,0 +1,157 @@
+"""From answers to groups: the verifiers' words on what has been sampled."""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxrl_sched.device.lanes import Job, Key
+from jaxrl_sched.host.grading import Grade, GradingPool
+from jaxrl_sched.types import Completion, Group, Request
+
+FAILED_IN_A_ROW = 512  # answers without a verdict, and the verifier is broken
+NOT_YET = Grade(score=0.0, fault=None, detail='', seconds=0.0)  # of a paused group
+
+
+class Marking:
+  """Hands answers to the graders, and makes groups of them and their grades.
+
+  Args:
+    text_of: (completion, stop ids) -> what the graders see.
+  """
+
+  def __init__(
+    self, grader: GradingPool, text_of: Callable[[Completion, Sequence[int]], str]
+  ):
+    self._grader, self._text_of = grader, text_of
+    self._grades: dict[Key, Grade] = {}  # of groups that have not been given away
+    self._seconds = 0.0  # waited for graders
+    self._failed = 0  # answers in a row that could not be graded
+    self._warned: set[tuple[str, str]] = set()
+
+  def submit(self, request: Request, completion: Completion) -> None:
+    """To be called with each answer as it ends: it is graded while others go on."""
+    if not request.relief.pause_after:  # else it may have to wait for others
+      self._submit(request, completion)
+
+  def _submit(self, request: Request, completion: Completion) -> None:
+    if completion.finish != 'aborted':
+      text = self._text_of(completion, request.sampling.stop_ids)
+      self._grader.submit((completion.draw, completion.answer), text, request.prompt)
+
+  def begin(self, job: Job) -> None:
+    """All of a round has ended: puts each request's answers together."""
+    by_draw: dict[int, list[Completion]] = {r.draw: [] for r in job.requests}
+    for (draw, _), completion in sorted(job.completions().items()):
+      by_draw[draw].append(completion)
+    job.sampled, cut = [], {}
+    for (draw, _), tokens in sorted(job.cut().items()):
+      cut.setdefault(draw, []).append(tokens)
+    for request in job.requests:
+      completions, gone = by_draw[request.draw], tuple(cut.get(request.draw, ()))
+      if not any(map(_is_paused, completions)):
+        if request.relief.pause_after:
+          for completion in completions:
+            self._submit(request, completion)
+        gone += tuple(len(c.tokens) for c in completions if c.finish == 'aborted')
+        completions = [c for c in completions if c.finish != 'aborted']
+      job.sampled.append((request, completions, gone))
+
+  def groups(
+    self,
+    job: Job,
+    *,
+    while_waiting: Callable[[], Any],
+    enough: Callable[[Sequence[Group]], bool] = lambda groups: False,
+  ) -> list[Group]:
+    """Groups of a round, in draw order; with `enough` the first ones."""
+    began = time.perf_counter()
+    keys = [
+      (c.draw, c.answer)
+      for _, completions, _ in job.sampled
+      if not any(map(_is_paused, completions))
+      for c in completions
+      if (c.draw, c.answer) not in self._grades
+    ]
+    self._grades |= self._grader.collect(
+      keys,
+      while_waiting=while_waiting,
+      enough=lambda grades: enough(_graded(job, self._grades | grades)),
+    )
+    self._seconds += time.perf_counter() - began
+    groups = _graded(job, self._grades)
+    job.sampled = job.sampled[len(groups) :]
+    for group in groups:
+      if not group.is_paused:
+        grades = [self._grades.pop((c.draw, c.answer)) for c in group.completions]
+        self._check(grades)
+        self._warn(group.request, grades)
+    return groups
+
+  @contextlib.contextmanager
+  def not_timed(self) -> Iterator[None]:
+    """What is waited for inside is not of the step."""
+    before = self._seconds
+    yield
+    self._seconds = before
+
+  def take_seconds(self) -> float:
+    """Waited for graders since the last call."""
+    seconds, self._seconds = self._seconds, 0.0
+    return seconds
+
+  def _check(self, grades: Sequence[Grade]) -> None:
+    """Single answers may fail; a verifier that never works ends the run."""
+    for grade in grades:
+      self._failed = self._failed + 1 if grade.fault is not None else 0
+      if self._failed == FAILED_IN_A_ROW:
+        raise ValueError(
+          f'grading: {FAILED_IN_A_ROW} answers in a row could not be graded; the '
+          f'last: {grade.fault}: {grade.detail}'
+        )
+
+  def _warn(self, request: Request, grades: Sequence[Grade]) -> None:
+    """Says what went wrong in a verifier, the first time of each kind."""
+    for grade in grades:
+      kind = (request.prompt.reward, grade.fault)
+      if grade.fault is not None and kind not in self._warned:
+        self._warned.add(kind)
+        print(
+          f'grading: {request.prompt.reward} on prompt {request.prompt.id}: '
+          f'{grade.fault} ({grade.detail}), scored 0; more of it is only counted',
+          file=sys.stderr,
+        )
+
+  def close(self) -> None:
+    self._grader.close()
+
+
+def _graded(job: Job, grades: dict[Key, Grade]) -> list[Group]:
+  """The first groups of a round, as far as there are grades for all answers."""
+  groups = []
+  for request, completions, gone in job.sampled:
+    if any(map(_is_paused, completions)):
+      found = [NOT_YET] * len(completions)
+    else:
+      found = [grades.get((c.draw, c.answer)) for c in completions]
+    if None in found:
+      break
+    verdicts = np.array([g.score for g in found], np.float32)
+    groups.append(
+      Group(
+        request=request,
+        completions=tuple(completions),
+        verdicts=verdicts,
+        rewards=verdicts,
+        faults=tuple(g.fault for g in found),
+        spares=gone,
+      )
+    )
+  return groups
+
+
+def _is_paused(completion: Completion) -> bool:
+  return completion.finish == 'paused'
