@@ -449,6 +449,8 @@ tr + tr > * { border-top: 1px solid var(--line); }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 th { color: var(--soft); }
 .numbers td, .numbers th + th { text-align: right; }
+.wide { overflow-x: auto; }
+.wide td, .wide th { white-space: nowrap; }
 .samples { width: 100%; margin-bottom: 16px; }
 .samples td:last-child { width: 90%; }
 pre { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12px; }

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_sched.control.snooze_rules import KINDS, verdict_classes
-from jaxrl_sched.types import SAME, Completion, Group, Prompt, Request, Sampling
+from jaxrl_sched.types import SAME, Completion, Group, Prompt, Relief, Request, Sampling
 
 FATES = ('trained', 'pruned', 'filtered', 'dropped')  # and until one of them, pending
 # Why groups are filtered, and why they are dropped.
@@ -129,6 +129,21 @@ def averages(seen: Sequence[Group]) -> dict[str, float]:
   datasets = np.array([group.request.prompt.dataset for group in seen])
   for name in sorted(set(datasets.tolist())):
     found[f'pass_rate/{name}'] = float(passed[datasets == name].mean())
+  return found
+
+
+def relief(sampled: Sequence[Group], how: Relief) -> dict[str, float]:
+  """What is done about long answers, and what that costs in truth."""
+  found = {}
+  if how.pause_after:
+    found['asp/paused'] = sum(group.is_paused for group in sampled)
+  if how.spare:
+    spares = [tokens for group in sampled for tokens in group.spares]
+    found['asp/spares'] = len(spares)
+    kept = [int(tokens) for group in sampled for tokens in group.lengths]
+    if kept and how.first_finished:
+      # Spares were cut short, so that this is the least that the bias may be.
+      found['asp/length_bias'] = float(np.mean(kept) / np.mean(kept + spares) - 1)
   return found
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 import dataclasses
 
+from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.filling import Pot, Quotas, Rolling, Turns
 from jaxrl_sched.control.quotas import requests_for
 from jaxrl_sched.control.sagc import SAGC
@@ -137,3 +138,21 @@ class Opening:
     """Takes in a bundle's groups by stream."""
     for stream, record in self.yields.items():
       record.count(useful.get(stream, 0), generated.get(stream, 0))
+
+
+def check_window(asp: Asp, source: Source, sagc: SAGC | None, *, quotas: bool) -> None:
+  """Bundles that are planned together have the same terms.
+
+  Raises:
+    ValueError: something is on that gives each of its own.
+  """
+  together = sagc is None or sagc.period % asp.window == 0
+  for good, what in (
+    (quotas, 'scheduler.quotas'),
+    (not source.has_tiers, 'tiers=None'),
+    (sagc is None or not sagc.prompt_aware, 'sagc.prompt_aware=False'),
+    (together, 'sagc.period a multiple of it'),
+    (not asp.pause_after, 'asp.pause_after=0'),
+  ):
+    if not good:
+      raise ValueError(f'asp.window: {asp.window}, expected 1, or {what}')

@@ -20,7 +20,7 @@ from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.filling import Pot, Quotas, Turns
 from jaxrl_sched.control.learning import Learning, OpenBatch
 from jaxrl_sched.control.lengths import LengthPredictor
-from jaxrl_sched.control.opening import Opening, Terms, Yield
+from jaxrl_sched.control.opening import Opening, Terms, Yield, check_window
 from jaxrl_sched.control.planning import Pick, Plan, Planner, When
 from jaxrl_sched.control.sagc import SAGC, check_rollouts
 from jaxrl_sched.control.source import Source
@@ -108,7 +108,8 @@ class Scheduler:
     if asp.lag and max_rounds > 1 and dynamic_sampling:
       raise ValueError(f'scheduler.max_rounds: {max_rounds}, expected 1 with asp.lag')
     self._rollouts = groups_per_step * group_size
-    self._check_window(asp, sagc, source, quotas)
+    if asp.window > 1:
+      check_window(asp, source, sagc, quotas=quotas)
     if sagc is not None:
       check_rollouts(sagc.sizes, self._rollouts, sagc.hold)
     self._source, self._prompt_of, self._sampling = source, prompt_of, sampling
@@ -157,25 +158,6 @@ class Scheduler:
     self._ahead: list[tuple[Pick, ...]] = []  # drawn for bundles not planned yet
     self._carried: list[Group] = []  # useful groups of the step before
     self._paused: list[Group] = []  # to go on in the next bundle that is planned
-
-  def _check_window(
-    self, asp: Asp, sagc: SAGC | None, source: Source, quotas: bool
-  ) -> None:
-    """Bundles that are planned together have the same terms."""
-    if asp.window == 1:
-      return
-    for good, what in (
-      (quotas, 'scheduler.quotas'),
-      (not source.has_tiers, 'tiers=None'),
-      (sagc is None or not sagc.prompt_aware, 'sagc.prompt_aware=False'),
-      (
-        sagc is None or sagc.period % asp.window == 0,
-        'sagc.period a multiple of it',
-      ),
-      (not asp.pause_after, 'asp.pause_after=0'),
-    ):
-      if not good:
-        raise ValueError(f'asp.window: {asp.window}, expected 1, or {what}')
 
   # --- a step, in the order of the loop ---
 
@@ -421,22 +403,8 @@ class Scheduler:
     metrics['rollout/repeats'] = len(lesson.groups) - len(prompts)
     if self._borrow:
       metrics['rollout/borrowed'] = batch.filling.borrowed
-    metrics |= self._relief_metrics(sampled)
+    metrics |= ledger.relief(sampled, self._asp.relief)
     return metrics, [ledger.line(entry) for entry in batch.settled]
-
-  def _relief_metrics(self, sampled: Sequence[Group]) -> dict[str, float]:
-    """What is done about long answers, and what that costs in truth."""
-    found = {}
-    if self._asp.pause_after:
-      found['asp/paused'] = len([g for g in sampled if g.is_paused])
-    if self._asp.spare:
-      kept = [int(n) for group in sampled for n in group.lengths]
-      spares = [n for group in sampled for n in group.spares]
-      found['asp/spares'] = len(spares)
-      if kept and self._asp.first_finished:
-        # Spares were cut short, so that this is the least that the bias may be.
-        found['asp/length_bias'] = float(np.mean(kept) / np.mean(kept + spares) - 1)
-    return found
 
   def _shares(self, lesson: Lesson) -> dict[str, float]:
     """Of each dataset in the batch, and of each tier in its dataset."""

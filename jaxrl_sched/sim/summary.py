@@ -79,14 +79,11 @@ class Book:
     return float(np.nansum(self.column(key)))
 
 
-def summarise(
-  book: Book, totals: Mapping[str, Any], pass_rate: float | None = None
-) -> Row:
+def summarise(book: Book, totals: Mapping[str, Any]) -> Row:
   """The numbers of a run, by the keys of COLUMNS; what there is none of is left out.
 
   Args:
     totals: of the engine: where its time has gone.
-    pass_rate: of all prompts at the end.
   """
   wall = max(totals['wall'], 1e-12)
   row = {
@@ -116,8 +113,6 @@ def summarise(
     t, d = book.trained, book.drawn
     row['length_bias'] = t.tokens / t.answers / (d.tokens / d.answers) - 1
     row['pass_bias'] = t.verdicts / t.answers - d.verdicts / d.answers
-  if pass_rate is not None:
-    row['pass_rate'] = pass_rate
   return row
 
 
@@ -143,7 +138,8 @@ COLUMNS = {
   'size': ('group size', '.2f'),
   'length_bias': ('length bias', '+.1%'),
   'pass_bias': ('pass bias', '+.3f'),
-  'pass_rate': ('pass rate', '.3f'),
+  'pass_rate': ('pass rate', '.3f'),  # of all prompts, at the end
+  'recorded': ('as recorded', '.1%'),  # requests that a trace could answer so
 }
 _UNITS = {  # from so much on, in what
   'time': ((7200, 3600, ' h'), (120, 60, ' min'), (0, 1, ' s')),
