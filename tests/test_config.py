@@ -557,6 +557,12 @@ def test_a_batch_that_prompts_are_too_few_for_is_refused(overrides, message):
   refused(message, *overrides)
 
 
+def test_group_sizes_with_a_lag_are_warned_of(capsys):
+  """5.1: SAGC aims at synchronous waiting."""
+  prepared(SIZES, 'asp.lag=1', 'scheduler.max_rounds=None')
+  assert 'sagc: with asp.lag=1 learning does not wait' in capsys.readouterr().out
+
+
 def test_a_batch_that_live_tiers_are_too_few_for_is_refused(tmp_path):
   """60 of 64 prompts wait until half of the steps: 4 are too few for 8 of a batch."""
   ids = list(prepared().prompts.ids()['sums'])

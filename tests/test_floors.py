@@ -26,6 +26,7 @@ FLOORS = {
   'metrics': 3,
   'plots': 3,
   'report': 3,
+  'comparison': 3,
   'settings': 4,
   'checks': 4,
   'controllers': 4,
@@ -42,7 +43,7 @@ APART = ({'device'}, {'sim'})
 HEAVY = {'jax', 'flax', 'optax', 'orbax', 'grain', 'transformers', 'torch'}
 # Above the ground floors too: the simulator runs this very loop without jax.
 WITHOUT_JAX = {'sim', 'loop', 'evaluation', 'console', 'metrics', 'plots', 'report'}
-WITHOUT_JAX |= {'simulate'}
+WITHOUT_JAX |= {'simulate', 'comparison'}
 FILES = sorted(p for p in ROOT.rglob('*.py') if p.name != '__init__.py')
 
 

@@ -1,0 +1,335 @@
+"""The command that simulates, on runs whose end paper knows."""
+
+import json
+import math
+import pathlib
+import re
+import xml.etree.ElementTree as ET
+
+from bench import papers as bench
+import numpy as np
+import pytest
+
+from jaxrl_sched import checks, config, controllers, loop, simulate
+from jaxrl_sched.comparison import Run, cells
+from jaxrl_sched.metrics import Recorder, read_jsonl
+from jaxrl_sched.sim import summary
+from jaxrl_sched.sim.engine import SimEngine
+from jaxrl_sched.sim.workload import Workload
+from jaxrl_sched.types import Sampling
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Every answer takes 100 tokens, and half of them are right: 4 groups of 8 fill the 32
+# slots once. Generation takes 100 s, learning 60 s.
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config(kind='alike'):
+  c = ConfigDict()
+  c.seed, c.steps = 0, 5
+  c.model = dict(path='none')
+  c.prompts = dict(datasets={}, max_tokens=50)
+  c.sampling = dict(max_new_tokens=400)
+  c.sampler = dict(slots=32, chunk=1)
+  c.scheduler = dict(groups_per_step=4, group_size=8, dynamic_sampling=False)
+  c.loss = dict(kind='grpo', clip_low=0.2, clip_high=0.2)
+  c.optimizer = dict(learning_rate=1e-6)
+  c.learner = dict(rows=1, row_tokens=450)
+  c.log = dict(tensorboard=False)
+  block = dict(count=64, median=99.5, spread=0.0, within=0.0, pass_spread=0.0)
+  if kind == 'varied':
+    c.scheduler.dynamic_sampling = True
+    c.snooze, c.lengths = {}, {}
+    block |= dict(spread=0.4, within=0.6, pass_spread=2.0, gain=0.2)
+  c.simulate = dict(
+    workload=dict(sums=block), costs=dict(decode_step=1.0, learn_step=60.0)
+  )
+  return c
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+  path = tmp_path / 'toy.py'
+  path.write_text(CONFIG)
+  return str(path)
+
+
+def run(file, **settings):
+  """One run; keys have __ for a dot."""
+  pairs = [(key.replace('__', '.'), str(value)) for key, value in settings.items()]
+  c = config.read(file, pairs)
+  return simulate.simulate(c, simulate.costs_of(c, None)).row
+
+
+# --- what paper knows -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('lag', [0, 1, 2])
+@pytest.mark.parametrize('slots, g', [(32, 100), (16, 200), (8, 400)])
+def test_alike_steps_take_what_the_closed_form_says(file, lag, slots, g):
+  row = run(file, asp__lag=lag, sampler__slots=slots)
+  t, steps = 60, 5
+  expected = g + (steps - 1) * max(g, t) + t if lag else steps * (g + t)
+  assert row['wall'] == pytest.approx(expected)
+  assert row['steps'] == steps and row['groups'] == 4 * steps
+  assert row['rollouts'] == 32 * steps and row['tokens'] == 3200 * steps
+  assert row['size'] == 8 and row['useful'] == 1
+  # Bundle j has a lag of min(j, lag): 0, 1, 1, 1, 1 or 0, 1, 2, 2, 2.
+  assert row['lag'] == pytest.approx({0: 0, 1: 0.8, 2: 1.4}[lag])
+  assert row['lag_max'] == lag
+
+
+def test_idle_time_is_whose_it_is(file):
+  row = run(file)
+  assert row['trainer'] == pytest.approx(100 / 160)  # waits for the answers
+  assert row['ordering'] == pytest.approx(60 / 160)  # the engine, for the weights
+  assert row['padding'] == row['skew'] == 0
+  assert row['events'] == 0  # all answers of one length
+  # Half of the slots stand empty, all the while the others are at work.
+  row = run(file, sampler__slots=64)
+  assert row['padding'] == pytest.approx(0.5 * 100 / 160)
+
+
+def test_what_is_trained_on_is_compared_with_what_was_drawn():
+  book = summary.Book()
+  line = {'size': 2, 'weights': None}
+  book.rollouts(
+    0,
+    [
+      line | {'lengths': [10, 30], 'verdicts': [1.0, 0.0], 'weights': [1.0, 0.0]},
+      line | {'lengths': [10, 10], 'verdicts': [1.0, 1.0]},  # filtered
+      line | {'size': 0, 'lengths': [], 'verdicts': [], 'weights': []},
+    ],
+  )
+  book.rollouts(1, [line | {'size': 3, 'lengths': [10, 10, 30], 'verdicts': [0.0] * 3}])
+  row = summary.summarise(book, {'wall': 1.0, 'wait': 0.0})
+  # One answer of 10 tokens, right, was trained on; seven were drawn: 110 tokens, three
+  # right. One group of three has an answer above two medians.
+  assert row['length_bias'] == pytest.approx(10 / (110 / 7) - 1)
+  assert row['pass_bias'] == pytest.approx(1 - 3 / 7)
+  assert row['events'] == pytest.approx(1 / 3)
+
+
+def test_lag_is_averaged_over_trained_tokens():
+  book = summary.Book()
+  for step, (lag, tokens) in enumerate([(0.0, 100), (2.0, 300)]):
+    book.log(step, {'lag/mean': lag, 'lag/max': lag, 'rollout/tokens_trained': tokens})
+  book.log(2, {'rollout/tokens_trained': 0})  # a step that learned from nothing
+  row = summary.summarise(book, {'wall': 1.0, 'wait': 0.0})
+  assert row['lag'] == pytest.approx(1.5) and row['lag_max'] == 2
+
+
+# --- sweeps and tables ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'sweeps, found',
+  [
+    ([], [()]),
+    (['a.b=1,2'], [(('a.b', '1'),), (('a.b', '2'),)]),
+    (['config.a=(4,8),[2, (1, 3)]'], [(('a', '(4,8)'),), (('a', '[2, (1, 3)]'),)]),
+    (
+      ['a=1,2', 'b=x,y'],
+      [(('a', p), ('b', q)) for p in ('1', '2') for q in ('x', 'y')],
+    ),
+  ],
+)
+def test_sweeps_are_all_combinations(sweeps, found):
+  assert simulate.swept(sweeps) == found
+
+
+@pytest.mark.parametrize(
+  'key, values, text',
+  [
+    ('wall', [30.0], '30 s'),
+    ('wall', [9000.0, 10800.0, 12600.0], '3 [2.5, 3.5] h'),
+    ('wall', [600.0, 1200.0], '15 [10, 20] min'),
+    ('rollouts', [1200.0], '1,200'),
+    ('tokens', [2.5e6, 3.5e6], '3 [2.5, 3.5] M'),
+    ('padding', [0.25, 0.375], '31.2 [25.0, 37.5] %'),
+    ('length_bias', [-0.05], '-5.0 %'),
+    ('pass_bias', [0.125], '+0.125'),
+  ],
+)
+def test_numbers_have_a_unit_that_suits_them(key, values, text):
+  assert summary.cell(key, values) == text
+
+
+def test_columns_that_do_not_fit_go_below():
+  lines = [['setting', 'time', 'tokens'], ['a', '1 s', '20']]
+  assert summary.aligned(lines, 80) == (
+    'setting  time  tokens\n' + 'a         1 s      20'
+  )
+  assert summary.aligned(lines, 20) == (
+    'setting  time\na         1 s\n\nsetting  tokens\na            20'
+  )
+
+
+def test_a_sweep_with_seeds_is_a_table_and_a_page(file, tmp_path, capsys):
+  out = tmp_path / 'out'
+  arguments = [f'--config={file}:varied', '--steps=4', '--seeds=2', f'--out={out}']
+  code = simulate.main([*arguments, '--sweep', 'asp.lag=0,1', 'asp.engines=1'])
+  assert code == 0
+  names = ['asp.lag=0, asp.engines=1', 'asp.lag=1, asp.engines=1']
+  told = capsys.readouterr().out
+  table = (out / 'table.md').read_text()
+  for name in names:
+    assert name in told and f'| {name} |' in table
+    for seed in (0, 1):
+      folder = out / name.replace(' ', '_') / f'seed{seed}'
+      lines = read_jsonl(folder / 'metrics.jsonl')
+      assert [line['step'] for line in lines] == [0, 1, 2, 3, 4]
+  page = (out / 'simulate.html').read_text('utf-8')
+  svgs = re.findall(r'<svg.*?</svg>', page, flags=re.S)
+  for svg in svgs:
+    ET.fromstring(svg)
+  assert len(svgs) >= 6 and 'learner: learn 3' in page
+  assert not re.search(r'<script|<link|<img|https?:', page)
+  # With a lag of 1 step 0 alone was trained on at once.
+  lag = re.search(
+    r'asp.lag=1, asp.engines=1</td><td>([\d.]+) %</td><td>([\d.]+) %', page
+  )
+  assert 0 < float(lag[1]) < float(lag[2])
+  assert float(lag[1]) + float(lag[2]) == pytest.approx(100, abs=0.11)
+
+
+def test_seeds_differ_and_repeat(file):
+  rows = [run(f'{file}:varied', seed=seed, steps=4) for seed in (0, 1, 0)]
+  assert rows[0] == rows[2] != rows[1]
+
+
+# --- traces ---------------------------------------------------------------------------
+
+
+def recorded(file, workdir, **settings):
+  """A run whose rollouts are written down, as by train."""
+  pairs = [(key.replace('__', '.'), str(value)) for key, value in settings.items()]
+  c = config.read(file, pairs)
+  checks.check_numbers(c)
+  workload = Workload(simulate.datasets(c['simulate']['workload']), seed=c['seed'])
+  scheduler = controllers.make_scheduler(c, workload.prompts, Sampling(**c['sampling']))
+  engine = SimEngine(workload, simulate.costs_of(c, None), slots=32)
+  with Recorder(
+    workdir, steps=c['steps'], tensorboard=False, console=False
+  ) as recorder:
+    loop.train(
+      engine,
+      scheduler,
+      recorder,
+      steps=c['steps'],
+      save_every=99,
+      evaluate_every=99,
+      evaluate=None,
+    )
+  return read_jsonl(workdir / 'metrics.jsonl')
+
+
+@pytest.mark.parametrize('lag', [0, 1])
+def test_a_run_on_its_own_trace_decides_the_same(file, tmp_path, lag):
+  workdir, out = tmp_path / 'run', tmp_path / 'out'
+  lines = recorded(f'{file}:varied', workdir, asp__lag=lag, steps=12)
+  code = simulate.main(
+    [
+      f'--config={file}:varied',
+      f'--config.asp.lag={lag}',
+      '--steps=12',
+      f'--trace={workdir / "rollouts.jsonl"}',
+      f'--out={out}',
+    ]
+  )
+  assert code == 0
+  again = read_jsonl(out / 'toy_varied' / 'seed0' / 'metrics.jsonl')
+  assert again == lines
+  assert '| 100.0 % |' in (out / 'table.md').read_text().splitlines()[2][-12:]
+  assert sum(line.get('rollout/groups_filtered', 0) for line in lines) > 0
+
+
+# --- bad input ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'arguments, expected',
+  [
+    (['--config.steps=0'], 'config.steps: 0, expected at least 1'),
+    (['--sweep', 'asp.lag'], '--sweep asp.lag: expected KEY=VALUE,VALUE,...'),
+    (['--sweep', 'asp.lga=1,2'], "unknown key 'lga'; did you mean 'lag'?"),
+    (['--sweep', 'asp.lag=0,-1'], 'config.asp.lag: -1, expected a whole number'),
+    (['--seeds=0'], '--seeds=0: expected at least 1'),
+    (['--config.simulate.costs=None'], 'config.simulate.costs: None, expected'),
+    (['--config.simulate.costs.laod=1'], "did you mean 'load'?"),
+    (['--config.simulate.costs.load=-1'], 'costs.load: -1'),
+    (['--config.simulate.workload.sums.medain=1'], "did you mean 'median'?"),
+    (['--config.simulate.workload.sums.count=0'], 'workload.sums.count: 0'),
+    (['--trace=/nowhere.jsonl'], '/nowhere.jsonl'),
+    (['--costs=/nowhere'], '--costs=/nowhere: no config.json there'),
+    (['--wat=1'], '--wat: unknown argument'),
+  ],
+)
+def test_bad_input_is_one_line_and_code_2(file, arguments, expected, capsys):
+  assert simulate.main([f'--config={file}', *arguments]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith('error: ') and error.count('\n') == 1
+  assert expected in error
+
+
+@pytest.mark.parametrize(
+  'change, expected',
+  [
+    ({'dataset': 'others', 'prompt_id': 'others/1'}, 'others'),
+    ({'lengths': [-3] * 8}, 'lengths'),
+    ({'colour': 1}, 'colour'),
+  ],
+)
+def test_a_strange_trace_is_refused_by_its_line(
+  file, tmp_path, change, expected, capsys
+):
+  recorded(file, tmp_path, steps=2)
+  trace = tmp_path / 'rollouts.jsonl'
+  lines = read_jsonl(trace)
+  lines[2] |= change
+  trace.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  assert simulate.main([f'--config={file}', f'--trace={trace}']) == 2
+  error = capsys.readouterr().err
+  assert error.count('\n') == 1 and f'{trace}:3' in error and expected in error
+
+
+def finished(wall, *steps):
+  """A run of these (rollouts, seconds)."""
+  book = summary.Book()
+  for step, (rollouts, seconds) in enumerate(steps):
+    book.log(step, {'rollout/answers_generated': rollouts, 'time/step_s': seconds})
+  return Run(book=book, row={'wall': wall, 'rollouts': sum(r for r, _ in steps)})
+
+
+def test_time_at_equal_rollouts_is_read_between_two_steps():
+  # 150 rollouts are there in the middle of the second step: after 10 + 20 / 2 seconds.
+  base, other = finished(60.0, (150, 60.0)), finished(70.0, (100, 10.0), (100, 20.0))
+  assert bench.seconds_to(other, 150) == pytest.approx(20)
+  assert bench.at_equal_rollouts({'b': [base], 'o': [other]}, 'b', 'o') == '3.00'
+  with pytest.raises(ValueError, match='201 rollouts are not reached'):
+    bench.seconds_to(other, 201)
+
+
+def test_ratios_are_taken_seed_by_seed():
+  runs = {
+    'b': [finished(40.0, (1, 1.0)), finished(30.0, (1, 1.0))],
+    'o': [finished(20.0, (1, 1.0)), finished(10.0, (1, 1.0))],
+  }
+  assert bench.ratio(runs, 'b', 'o', bench.wall) == '2.50 [2.00, 3.00]'
+
+
+def test_the_papers_variants_are_all_sound(monkeypatch):
+  """Each is built, and runs for two steps."""
+  monkeypatch.syspath_prepend(str(ROOT))
+  from configs import papers
+
+  found = {}
+  for variant in papers.VARIANTS:
+    c = config.read(f'{ROOT}/configs/papers.py:{variant}', [('steps', '2')])
+    c['scheduler']['groups_per_step'] = 16
+    found[variant] = [simulate.simulate(c, simulate.costs_of(c, None))]
+  assert len(cells(found)) == len(found) + 1
+  for runs in found.values():
+    assert 0 < runs[0].row['wall'] < math.inf
+    assert np.isfinite(list(runs[0].row.values())).all()
