@@ -39,8 +39,17 @@ with 2 and one line.
 """
 
 
-def simulate(c: dict[str, Any], costs: Costs, trace: pathlib.Path | None = None) -> Run:
+def simulate(
+  c: dict[str, Any],
+  costs: Costs,
+  trace: pathlib.Path | None = None,
+  book: summary.Book | None = None,
+) -> Run:
   """Runs a checked config from its first step to its last.
+
+  Args:
+    trace: the rollouts.jsonl of a run, whose answers are given again.
+    book: is told what the loop records. None: one of its own.
 
   Raises:
     ValueError: something is wrong with the config, or the trace does not go with it.
@@ -73,7 +82,8 @@ def simulate(c: dict[str, Any], costs: Costs, trace: pathlib.Path | None = None)
     share_prompt=c['learner']['share_prompt'],
     **(_packing(c['learner']) if costs.learn_batch else {}),
   )
-  book = summary.Book(tau=2.0 if c['sagc'] is None else c['sagc']['tau'])
+  if book is None:
+    book = summary.Book(tau=2.0 if c['sagc'] is None else c['sagc']['tau'])
   steps = c['steps']
   loop.train(
     engine,

@@ -25,7 +25,7 @@ def queue_of(requests: Sequence[Request], share: Share | None) -> list[Key]:
   Raises:
     ValueError: the share does not fit the requests; the message names its prompt.
   """
-  asked = [request.missing for request in requests]
+  asked = [list(request.missing) for request in requests]
   if share is None:
     return [(place, k) for place, answers in enumerate(asked) for k in answers]
   queue = [(int(i), int(k)) for i, k in zip(share.requests, share.answers, strict=True)]
