@@ -151,9 +151,17 @@ def _check_asp(c: dict[str, Any], need: Callable) -> None:
     # Bundles are alike in length: a token of a short one would count for more.
     expected = "'group', 'sequence' or 'constant' with asp.window above 1"
     need(average != 'token', 'loss.averaging', average, expected)
-  if c['sagc'] is not None and c['sagc']['prompt_aware']:
-    expected = '0 with sagc.prompt_aware: what goes on has the size that it began with'
+    # Without forecasts all prompts are alike, and so are all orders.
+    expected = 'a block (--config.lengths={}), as asp.window is above 1'
+    need(c['lengths'] is not None, 'lengths', None, expected)
+  if c['sagc'] is not None and len(c['sagc']['sizes']) > 1:
+    expected = '0 with sagc: what goes on has the size that it began with'
     need(asp.pause_after == 0, 'asp.pause_after', asp.pause_after, expected)
+  if asp.lag:
+    expected = (
+      'a number with asp.lag: what is older than the weights is corrected by it'
+    )
+    need(c['loss']['tis_cap'] is not None, 'loss.tis_cap', None, expected)
   rounds, dynamic = c['scheduler']['max_rounds'], c['scheduler']['dynamic_sampling']
   expected = 'None or 1 with asp.lag: all engines would wait for the bundle to close'
   good = asp.lag == 0 or not dynamic or rounds in (None, 1)

@@ -23,7 +23,7 @@ from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.controllers import PruneAnswers, PrunePrompts, make_scheduler
-from jaxrl_sched.device import hf_config, hf_folder, lora, weights
+from jaxrl_sched.device import hf_config, hf_folder, lora, multihost, weights
 from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.engine import DeviceEngine
@@ -432,6 +432,11 @@ def build_engine(
     read_only: never writes into the workdir's checkpoints.
     stopping: whether the engine is to stop.
   """
+  if multihost.count() > 1 and (run.c['asp']['lag'] or run.c['sampler_mesh']):
+    raise ValueError(
+      f'config.asp.lag: {run.c["asp"]["lag"]}, config.sampler_mesh: '
+      f'{run.c["sampler_mesh"]}; expected 0 and None with {multihost.count()} processes'
+    )
   mesh = make_mesh(**run.c['mesh'])
   path = run.model.path
   if path is not None:

@@ -60,11 +60,6 @@ def make_scheduler(
   if c['sagc'] is not None:
     with named('config.sagc.'):
       sagc = SAGC(**c['sagc'], start=s['group_size'], seed=c['seed'])
-    if c['asp']['lag']:
-      print(
-        f'sagc: with asp.lag={c["asp"]["lag"]} learning does not wait for the longest '
-        'answer, so its events no longer measure waiting'
-      )
     if sagc.hold == 'rollouts':
       least, most = (most * s['group_size'] // of(sagc.sizes) for of in (max, min))
   if s['quotas'] and not (sagc is not None and sagc.prompt_aware):  # those roll

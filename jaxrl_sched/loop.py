@@ -43,32 +43,39 @@ def train(
   for step in range(engine.step, steps + 1):
     boundary = scheduler.freeze()
 
-    def save(score: float | None, step=step, boundary=boundary) -> None:
-      # Bundles under way are a part of what is saved, with the tokens they have got.
-      recorder.flush()  # what came before a checkpoint is on disk before it
-      scheduler.keep(engine.drain(step + scheduler.lag))
-      engine.save(boundary(), score=score)
-
     try:
-      found, score = {}, None
-      if evaluate is not None and (step % evaluate_every == 0 or step == steps):
+      found, score, began = {}, None, engine.now()
+      is_judged = evaluate is not None and (step % evaluate_every == 0 or step == steps)
+      is_saved = step > 0 and (step % save_every == 0 or step == steps)
+      if is_judged or is_saved:  # so that sampling counts as the step's, not as theirs
+        scheduler.keep(engine.drain(step + scheduler.lag))
+      drained = engine.now() - began
+      if is_judged:
         found, score = evaluate(step)
       if step % compare_every == 0:
         engine.compare("the controllers' state", boundary)
-      if step > 0 and (step % save_every == 0 or step == steps):
-        save(score)
+      if is_saved:
+        _save(engine, scheduler, recorder, step, boundary, score)
       if step == steps:
         recorder.rollouts(step, scheduler.pending())
         recorder.log(step, found)
         break
       numbers = _step(engine, scheduler, recorder, step, samples_of)
+      numbers['time/step_s'] += drained
       recorder.log(step, found | numbers)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
-      save(None)
+      _save(engine, scheduler, recorder, step, boundary, None)
       return False
   recorder.flush()
   return True
+
+
+def _save(engine, scheduler, recorder, step, boundary, score) -> None:
+  """Bundles under way are a part of what is saved, with the tokens they have got."""
+  scheduler.keep(engine.drain(step + scheduler.lag))
+  recorder.flush()  # what came before a checkpoint is on disk before it
+  engine.save(boundary(), score=score)
 
 
 def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:

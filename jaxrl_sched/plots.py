@@ -128,14 +128,15 @@ def _lanes(names: set[str]) -> tuple[dict[str, int], int]:
 
 def _bar(span: Span, left: float, right: float, top: float) -> list[str]:
   kind = KINDS.index(span.what)
-  label = str(span.bundle)
-  told = f'{span.lane}: {span.what} {label}, {span.end - span.begin:.3g} s'
+  label = str(span.bundle) if span.bundle >= 0 else ''  # an evaluation is of none
+  told = f'{span.lane}: {span.what} {label}'.rstrip()
+  told += f', {span.end - span.begin:.3g} s'
   bar = (
     f'<rect class="b{kind}" x="{left:.1f}" y="{top + 3:.1f}" rx="2" '
     f'width="{max(right - left, 0.5):.1f}" height="{_LANE - 6}">'
     f'<title>{html.escape(told)}</title></rect>'
   )
-  if right - left < 7 * len(label) + 6:
+  if not label or right - left < 7 * len(label) + 6:
     return [bar]
   middle = (left + right) / 2
   return [

@@ -253,10 +253,10 @@ def figure(panel: Panel, columns: plots.Curves) -> str:
 
 def _timeline(path: pathlib.Path) -> str:
   """Who was busy with what in the last steps, where that was logged."""
-  newest: dict[int, list[Span]] = {}  # by bundle
+  newest: dict[int, list[Span]] = {}  # by the step that told of them
   for line in iter_jsonl(path) if path.exists() else []:
     span = Span(**{field: line[field] for field in _SPAN})
-    newest.setdefault(span.bundle, []).append(span)
+    newest.setdefault(line['step'], []).append(span)
     # Longer than what is drawn: a lane may be some bundles behind another.
     while max(newest) - min(newest) > 2 * plots.BUNDLES:
       del newest[min(newest)]

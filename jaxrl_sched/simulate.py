@@ -1,7 +1,8 @@
 """What would this config cost? Its loop and its controllers, on a simulated clock.
 
-    python -m jaxrl_sched.simulate --config=FILE.py[:ARG] [--costs=WORKDIR]
-      [--trace=rollouts.jsonl] [--sweep asp.lag=0,1,2] [--seeds=N] [--out=DIR]
+    python -m jaxrl_sched.simulate --config=FILE.py[:ARG] [--steps=N]
+      [--costs=WORKDIR [--costs-steps=A:B]] [--trace=rollouts.jsonl]
+      [--sweep asp.lag=0,1,2] [--seeds=N] [--out=DIR]
 
 No chip and no weights: answers are lengths and verdicts, of the config's
 `simulate.workload` or of a recorded run (--trace), and take the time that
@@ -79,6 +80,7 @@ def simulate(
     chunk=c['sampler']['chunk'],
     overlong_filter=c['loss']['overlong_filter'],
     overlong=c['overlong'],
+    kl_coef=c['loss']['kl_coef'],
     share_prompt=c['learner']['share_prompt'],
     **(_packing(c['learner']) if costs.learn_batch else {}),
   )
@@ -140,8 +142,8 @@ def costs_of(c: dict[str, Any], fitted: Costs | None) -> Costs:
   return Costs(**settings.keywords('config.simulate.costs', block, Costs))
 
 
-def fit(workdir: pathlib.Path) -> Costs:
-  """Costs under which a run takes what it took."""
+def fit(workdir: pathlib.Path, steps: range | None = None) -> Costs:
+  """Costs under which a run takes what it took. `steps`: only these; None: all."""
   from jaxrl_sched import config
 
   # The lengths of its prompts are in no record: they are opened once more.
@@ -149,10 +151,18 @@ def fit(workdir: pathlib.Path) -> Costs:
   if c is None:
     raise ValueError(f'--costs={workdir}: no config.json there, expected a run')
   prompts = config.prepare(config.check(c)).prompts
-  return costs_lib.fit(costs_lib.read_run(workdir, prompts=prompts))
+  return costs_lib.fit(costs_lib.read_run(workdir, prompts=prompts, steps=steps))
 
 
 # --- settings -------------------------------------------------------------------------
+
+
+def steps_between(text: str) -> range:
+  """'100:200' is from step 100 up to and without step 200."""
+  first, colon, end = text.partition(':')
+  if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+    raise ValueError(f'--costs-steps={text}: expected A:B, from step A to before B')
+  return range(int(first), int(end))
 
 
 def swept(sweeps: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
@@ -220,8 +230,11 @@ def _parser() -> argparse.ArgumentParser:
     '--costs', type=pathlib.Path, metavar='WORKDIR', help='a run to fit costs to'
   )
   parser.add_argument(
-    '--steps', metavar='N', help="instead of the config's; of --costs too"
+    '--costs-steps',
+    metavar='A:B',
+    help='fit to steps A to B - 1 of that run only, as to its first half',
   )
+  parser.add_argument('--steps', metavar='N', help="instead of the config's")
   parser.add_argument(
     '--sweep', nargs='+', action='extend', default=[], metavar='KEY=VALUE,...'
   )
@@ -244,9 +257,11 @@ def _run(arguments: argparse.Namespace, rest: list[str]) -> dict[str, list[Run]]
     name = ', '.join(f'{key}={value}' for key, value in values)
     c = config.read(arguments.config, [*common, *values])
     chosen[name or pathlib.Path(arguments.config).name.replace('.py', '')] = c
-  fitted = None
+  fitted, part = None, arguments.costs_steps
+  if part is not None and arguments.costs is None:
+    raise ValueError(f'--costs-steps={part}: expected with --costs=WORKDIR only')
   if arguments.costs is not None:
-    fitted = fit(arguments.costs)
+    fitted = fit(arguments.costs, None if part is None else steps_between(part))
     print(f'Costs: {json.dumps(dataclasses.asdict(fitted))}')
   every = {name: costs_of(c, fitted) for name, c in chosen.items()}
   found = {}

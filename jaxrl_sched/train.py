@@ -114,9 +114,8 @@ def _train(run: config.Run, workdir: pathlib.Path) -> int:
   began, steps, log = time.perf_counter(), run.c['steps'], run.c['log']
   every = run.evaluate.every if run.evaluate else None
   stop = Stop()
-  for name, count in run.prompts.dropped.items():
-    if count:
-      print(f'{name}: {count} prompts dropped, longer than prompts.max_tokens')
+  for note in notes(run):
+    print(note)
   print('Building the model and compiling ...', flush=True)
   with contextlib.closing(config.build_engine(run, workdir, stopping=stop)) as engine:
     resumed = _restore(run, engine, workdir)
@@ -170,6 +169,22 @@ def _train(run: config.Run, workdir: pathlib.Path) -> int:
   return 0
 
 
+def notes(run: config.Run) -> list[str]:
+  """What whoever starts a run may want to know, and is no error."""
+  found = [
+    f'{name}: {count} prompts dropped, longer than prompts.max_tokens'
+    for name, count in run.prompts.dropped.items()
+    if count
+  ]
+  lag = run.c['asp']['lag']
+  if lag and run.c['sagc'] is not None:
+    found.append(
+      f'sagc: with asp.lag={lag} learning does not wait for the longest answer, so its '
+      'events no longer measure waiting'
+    )
+  return found
+
+
 def _restore(run: config.Run, engine, workdir: pathlib.Path) -> int | None:
   """Goes on from the newest whole checkpoint, if there is one. Returns its step."""
   state = engine.restore()
@@ -217,6 +232,7 @@ def samples(engine, count: int) -> Callable[[Sequence[Group]], list[dict[str, An
   """Groups of a round, in draw order -> lines of samples.jsonl, of `count` of them."""
 
   def lines(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    groups = [group for group in groups if not group.is_paused]
     few = min(count, len(groups))
     # Evenly over the round, which goes from dataset to dataset.
     chosen = [groups[i * len(groups) // few] for i in range(few)]

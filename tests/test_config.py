@@ -406,6 +406,7 @@ def test_filtering_is_an_infinite_factor(place, said, tmp_path):
 
 
 SIZES = 'sagc.sizes=(2, 4, 8)'
+WINDOW = ['asp.window=4', 'loss.averaging=group', 'lengths={}']
 BY_PROMPT = (SIZES, 'sagc.prompt_aware=True', 'loss.averaging=group')
 
 
@@ -507,11 +508,19 @@ def test_bad_controllers_are_refused(overrides, message):
       "config.loss.averaging: 'token', expected 'group', 'sequence' or 'constant' with",
     ),
     (
-      ['asp.window=4', 'loss.averaging=group', 'scheduler.quotas=False'],
+      ['asp.window=4', 'loss.averaging=group'],
+      'config.lengths: None, expected a block (--config.lengths={}), as asp.window is',
+    ),
+    (
+      ['asp.lag=1', 'scheduler.max_rounds=1', 'loss.tis_cap=None'],
+      'config.loss.tis_cap: None, expected a number with asp.lag',
+    ),
+    (
+      [*WINDOW, 'scheduler.quotas=False'],
       'asp.window: 4, expected 1, or scheduler.quotas',
     ),
     (
-      ['asp.window=4', 'loss.averaging=group', SIZES, 'sagc.period=2'],
+      [*WINDOW, SIZES, 'sagc.period=2'],
       'asp.window: 4, expected 1, or sagc.period a multiple of it',
     ),
     (['asp.first_finished=True'], 'config.asp.first_finished: True, expected False wi'),
@@ -530,7 +539,7 @@ def test_bad_controllers_are_refused(overrides, message):
     (['sampler_mesh.model=0'], 'config.sampler_mesh.model: 0, expected at least 1'),
     (
       [*BY_PROMPT, 'lengths={}', 'asp.pause_after=8'],
-      'config.asp.pause_after: 8, expected 0 with sagc.prompt_aware',
+      'config.asp.pause_after: 8, expected 0 with sagc: what goes on has the size',
     ),
   ],
 )
@@ -557,10 +566,11 @@ def test_a_batch_that_prompts_are_too_few_for_is_refused(overrides, message):
   refused(message, *overrides)
 
 
-def test_group_sizes_with_a_lag_are_warned_of(capsys):
+def test_group_sizes_with_a_lag_are_warned_of():
   """5.1: SAGC aims at synchronous waiting."""
-  prepared(SIZES, 'asp.lag=1', 'scheduler.max_rounds=None')
-  assert 'sagc: with asp.lag=1 learning does not wait' in capsys.readouterr().out
+  (note,) = train.notes(prepared(SIZES, 'asp.lag=1', 'scheduler.max_rounds=None'))
+  assert note.startswith('sagc: with asp.lag=1 learning does not wait')
+  assert train.notes(prepared(SIZES)) == []
 
 
 def test_a_batch_that_live_tiers_are_too_few_for_is_refused(tmp_path):

@@ -180,6 +180,25 @@ def test_the_last_steps_are_drawn_as_a_timeline(tmp_path):
   assert 'Idle' in seen and 'sampler 0.5' in seen
 
 
+def test_evaluations_among_the_last_steps_are_drawn(tmp_path):
+  """They are of no bundle; one every eight steps, of ten seconds."""
+  spans, now = [], 0.0
+  for step in range(40):
+    whats = [('generate', step, 3.0), ('learn', step, 1.0)]
+    for what, bundle, took in [('evaluate', -1, 10.0)] * (step % 8 == 0) + whats:
+      lane = 'learner' if what == 'learn' else 'engine 0'
+      span = dict(lane=lane, what=what, bundle=bundle, begin=now, end=now + took)
+      spans.append({'step': step} | span)
+      now += took
+  fill(tmp_path, [full_line(step) for step in range(40)])
+  path = tmp_path / 'timeline.jsonl'
+  path.write_text(''.join(json.dumps(span) + '\n' for span in spans))
+  page = write_report(tmp_path).read_text('utf-8')
+  # Bundles 28 to 39 are drawn: with them the evaluation of step 32, and no other.
+  assert page.count('engine 0: evaluate, 10 s') == 1
+  assert 'generate 28, 3 s' in page and 'generate 27' not in page and '>-1<' not in page
+
+
 def test_config_blocks_are_shown_whole(tmp_path):
   config = {'seed': 3, 'loss': {'kind': 'dapo', 'deep': {'er': [1, 2]}, 'cap': None}}
   seen = words(fill(tmp_path, [full_line(0)], config=config))

@@ -12,10 +12,8 @@ import pytest
 
 from jaxrl_sched import checks, config, controllers, loop, simulate
 from jaxrl_sched.comparison import Run, cells
-from jaxrl_sched.metrics import Recorder, read_jsonl
-from jaxrl_sched.sim import summary
-from jaxrl_sched.sim.engine import SimEngine
-from jaxrl_sched.sim.workload import Workload
+from jaxrl_sched.metrics import Recorder, read_jsonl, to_json
+from jaxrl_sched.sim import Costs, Dataset, SimEngine, Workload, summary
 from jaxrl_sched.types import Sampling
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -89,6 +87,13 @@ def test_idle_time_is_whose_it_is(file):
   # Half of the slots stand empty, all the while the others are at work.
   row = run(file, sampler__slots=64)
   assert row['padding'] == pytest.approx(0.5 * 100 / 160)
+
+
+@pytest.mark.parametrize('kl_coef, wall', [(0.0, 500), (0.1, 800)])
+def test_a_penalty_is_learned_from_where_all_are_right(file, kl_coef, wall):
+  """Steps of 100 s without an advantage; with the penalty there is an update of 60 s."""
+  sure = {'simulate__workload__sums__pass_rate': 1 - 1e-9}
+  assert run(file, loss__kl_coef=kl_coef, **sure)['wall'] == pytest.approx(wall)
 
 
 def test_what_is_trained_on_is_compared_with_what_was_drawn():
@@ -209,7 +214,11 @@ def recorded(file, workdir, **settings):
   checks.check_numbers(c)
   workload = Workload(simulate.datasets(c['simulate']['workload']), seed=c['seed'])
   scheduler = controllers.make_scheduler(c, workload.prompts, Sampling(**c['sampling']))
-  engine = SimEngine(workload, simulate.costs_of(c, None), slots=32)
+  return record(c, scheduler, workload, simulate.costs_of(c, None), workdir)
+
+
+def record(c, scheduler, workload, costs, workdir):
+  engine = SimEngine(workload, costs, slots=c['sampler']['slots'])
   with Recorder(
     workdir, steps=c['steps'], tensorboard=False, console=False
   ) as recorder:
@@ -245,6 +254,33 @@ def test_a_run_on_its_own_trace_decides_the_same(file, tmp_path, lag):
   assert sum(line.get('rollout/groups_filtered', 0) for line in lines) > 0
 
 
+def test_costs_are_fitted_to_the_steps_that_are_named(file, tmp_path, capsys):
+  """Loading the weights took 1 s, and from step 3 on 3 s."""
+  smoke = f'{ROOT}/configs/smoke.py'
+  c = config.read(smoke, [('steps', '6')])
+  opened = config.prepare(c)
+  sizes = opened.prompts.sizes
+  workload = Workload({name: Dataset(count=n, median=9) for name, n in sizes.items()})
+  record(c, opened.scheduler, workload, Costs(decode_step=0.01), tmp_path)
+  (tmp_path / 'config.json').write_text(to_json(c))
+  metrics = tmp_path / 'metrics.jsonl'
+  lines = read_jsonl(metrics)
+  for line in lines[:6]:
+    line['time/load_s'] = 1.0 if line['step'] < 3 else 3.0
+  metrics.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  for part, load in (
+    ([], 2.0),
+    (['--costs-steps=0:3'], 1.0),
+    (['--costs-steps=3:6'], 3.0),
+  ):
+    assert simulate.main([f'--config={file}', f'--costs={tmp_path}', *part]) == 0
+    told = re.search(r'^Costs: (.*)$', capsys.readouterr().out, flags=re.M)[1]
+    assert json.loads(told)['load'] == pytest.approx(load)
+  arguments = [f'--config={file}', f'--costs={tmp_path}', '--costs-steps=6:9']
+  assert simulate.main(arguments) == 2
+  assert 'none of these steps is recorded whole' in capsys.readouterr().err
+
+
 # --- bad input ------------------------------------------------------------------------
 
 
@@ -264,6 +300,10 @@ def test_a_run_on_its_own_trace_decides_the_same(file, tmp_path, lag):
     (['--trace=/nowhere.jsonl'], '/nowhere.jsonl'),
     (['--costs=/nowhere'], '--costs=/nowhere: no config.json there'),
     (['--wat=1'], '--wat: unknown argument'),
+    (['--costs-steps=0:2'], '--costs-steps=0:2: expected with --costs=WORKDIR only'),
+    (['--costs=.', '--costs-steps=2:2'], '--costs-steps=2:2: expected A:B, from'),
+    (['--costs=.', '--costs-steps=5'], '--costs-steps=5: expected A:B, from'),
+    (['--costs=.', '--costs-steps=-1:5'], '--costs-steps=-1:5: expected A:B, from'),
   ],
 )
 def test_bad_input_is_one_line_and_code_2(file, arguments, expected, capsys):

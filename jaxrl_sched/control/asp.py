@@ -224,29 +224,23 @@ def _minibatches(whole: Share, begins: np.ndarray, size: int) -> Share:
 # --- the order of bundles --------------------------------------------------------------
 
 
-def windows(
-  highs: Sequence[float] | np.ndarray, blocks: int | Sequence[int]
-) -> list[np.ndarray]:
+def windows(highs: Sequence[float] | np.ndarray, blocks: int) -> list[np.ndarray]:
   """One dataset's candidates of a window, cut into bundles alike in length.
 
   Args:
     highs: [n] predicted longest, in draw order.
-    blocks: how many of equal size, or the size of each.
+    blocks: how many, of equal size.
 
   Returns:
     The indices of each block, the shortest block first; inside a block in draw order,
     as in a bundle that was planned alone.
   """
   highs = np.asarray(highs, np.float64)
-  if _is_whole(blocks):
-    _check_count('blocks', blocks)
-    if len(highs) % blocks:
-      raise ValueError(f'blocks: {blocks}, expected a divisor of {len(highs)} prompts')
-    blocks = [len(highs) // blocks] * blocks
-  if sum(blocks) != len(highs) or min(blocks) < 0:
-    raise ValueError(f'blocks: {list(blocks)}, expected a sum of {len(highs)} prompts')
+  _check_count('blocks', blocks)
+  if len(highs) % blocks:
+    raise ValueError(f'blocks: {blocks}, expected a divisor of {len(highs)} prompts')
   order = np.argsort(highs, kind='stable')
-  return [np.sort(block) for block in np.split(order, np.cumsum(blocks)[:-1])]
+  return [np.sort(block) for block in np.split(order, blocks)]
 
 
 def levelled(durations: Sequence[float] | np.ndarray) -> list[int]:

@@ -58,6 +58,7 @@ class Learning:
     self._sagc, self._lengths = sagc, lengths
     self._pruner, self._answer_pruner = prompt_pruner, answer_pruner
     self._advantages_of, self._leave_one_out = advantages_of, leave_one_out
+    self.kept = 1.0  # share of sampled tokens that is trained on, forgetting slowly
 
   def lesson(self, batch: OpenBatch, step: int) -> Lesson:
     """The groups that were accepted, and how much of each is trained on."""
@@ -83,6 +84,10 @@ class Learning:
   def learn(self, batch: OpenBatch, step: int) -> None:
     """What the controllers make of all groups that the step generated."""
     seen, lengths = batch.seen, [group.lengths for group in batch.seen]
+    if sampled := sum(int(n.sum()) for n in lengths):
+      groups, keep = batch.lesson.groups, batch.lesson.keep
+      trained = sum(int(g.lengths @ (k > 0)) for g, k in zip(groups, keep, strict=True))
+      self.kept = 0.9 * self.kept + 0.1 * min(1.0, trained / sampled)
     if self._sagc is not None and self._sagc.prompt_aware:
       chances = [group.request.exceedance for group in seen]
       self._sagc.observe_groups(lengths, chances, step)

@@ -7,7 +7,7 @@ From the start of a run, whatever methods are on,
 for groups, for answers and for their tokens alike.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -147,6 +147,23 @@ def relief(sampled: Sequence[Group], how: Relief) -> dict[str, float]:
   return found
 
 
+def lags(tokens: Mapping[int, int]) -> dict[str, float]:
+  """How old the weights are that trained tokens were sampled with.
+
+  Args:
+    tokens: lag -> tokens that have it.
+  """
+  there = {lag: count for lag, count in sorted(tokens.items()) if count}
+  total = sum(there.values())
+  if not total:
+    return {}
+  found = {
+    'lag/mean': sum(lag * count for lag, count in there.items()) / total,
+    'lag/max': max(there),
+  }
+  return found | {f'lag/share/{lag}': count / total for lag, count in there.items()}
+
+
 _WHAT = ('groups', 'answers', 'tokens')
 
 
@@ -185,14 +202,14 @@ def _answers(entry: Entry) -> Iterable[tuple[str, np.ndarray]]:
 def line(entry: Entry) -> dict[str, Any]:
   """A line of rollouts.jsonl, but for its step."""
   group, prompt = entry.group, entry.group.request.prompt
-  predicted = group.request.predicted_length
   found = {
     'draw': group.request.draw,
     'prompt_id': prompt.id,
     'dataset': prompt.dataset,
     'size': group.size,
     'lengths': group.lengths.tolist(),
-    'predicted_length': None if predicted is None else round(predicted, 2),
+    'predicted_length': _rounded(group.request.predicted_length),
+    'predicted_longest': _rounded(group.request.predicted_longest),
     'verdicts': group.verdicts.tolist(),
     'rewards': group.rewards.tolist(),
     'finish': group.finishes,
@@ -209,6 +226,10 @@ def line(entry: Entry) -> dict[str, Any]:
   if group.request.round:
     found['round'] = group.request.round
   return found
+
+
+def _rounded(predicted: float | None) -> float | None:
+  return None if predicted is None else round(predicted, 2)
 
 
 def pack(group: Group) -> dict[str, Any]:

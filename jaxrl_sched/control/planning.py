@@ -153,9 +153,12 @@ class Planner:
   # --- several bundles at once (3.6) ---
 
   def window(
-    self, wanted: Mapping[str, int], size: int, count: int, when: When
+    self, wanted: Mapping[str, int], size: int, count: int, kept: float, when: When
   ) -> Plan | None:
     """So many of each stream in each of `count` bundles, alike in predicted length.
+
+    Args:
+      kept: expected share of what is sampled that is trained on.
 
     Returns:
       The plan of the first bundle; what is drawn for the others is in `ahead`.
@@ -175,7 +178,8 @@ class Planner:
       highs = self._predict([self._prompt(p) for p in placed], [size] * len(placed))[1]
       for block, mine in zip(blocks, windows(highs, count), strict=True):
         block += [placed[i] for i in mine.tolist()]
-    order = self._order([self._durations(block, size) for block in blocks], when)
+    durations = [self._durations(block, size, kept) for block in blocks]
+    order = self._order(durations, when)
     ahead = [tuple(blocks[i]) for i in order]
     visits = {
       stream: [(p.place, p.number) for p in queue]
@@ -206,17 +210,20 @@ class Planner:
     gone = len(picks) - len(asked)
     return dataclasses.replace(plan, visited=len(picks), pruned=gone)
 
-  def _durations(self, picks: Sequence[Pick], size: int) -> tuple[np.ndarray, float]:
+  def _durations(
+    self, picks: Sequence[Pick], size: int, kept: float
+  ) -> tuple[np.ndarray, float]:
     """Predicted decode steps of each engine [E], and those that learning takes."""
     asked = [pick for pick in picks if pick.weight > 0]
     sizes = [size] * len(asked)
     means, highs = self._predict([self._prompt(pick) for pick in asked], sizes)
+    sampled = [size + self._asp.spare] * len(asked)
     steps = [
       predicted_generation(share, means, highs, self._slots)
-      for share in self._shares(sizes, means, highs)
+      for share in self._shares(sampled, means, highs)
     ]
     cost = self._asp.train_cost or 0.0
-    return np.array(steps), cost * size * float(np.sum(means))
+    return np.array(steps), cost * kept * size * float(np.sum(means))
 
   def _order(
     self, durations: Sequence[tuple[np.ndarray, float]], when: When

@@ -43,6 +43,8 @@ def check(state: dict[str, Any], streams: Iterable[str]) -> None:
   turns, pending, own = state['turns'], state['pending'], dict.fromkeys(streams)
   need_whole('draw', state['draw'])
   need_whole('next', state['next'])
+  good = _is_count(state['kept']) and state['kept'] <= 1
+  need(good, 'kept', state['kept'], 'a share')
   check_state('scheduler.yields', state['yields'], own)
   for stream, pair in state['yields'].items():
     good = isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))

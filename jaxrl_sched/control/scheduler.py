@@ -28,8 +28,8 @@ from jaxrl_sched.host.pruning import AnswerPruner, PromptPruner
 from jaxrl_sched.types import Group, Lesson, Prompt, Sampling
 
 VERSION = 3  # of the state
-_STATE = ('version', 'draw', 'next', 'yields', 'turns', 'ahead', 'source', 'pending')
-_STATE += ('sagc', 'lengths', 'pruner')
+_STATE = ('version', 'draw', 'next', 'kept', 'yields', 'turns', 'ahead', 'source')
+_STATE += ('pending', 'sagc', 'lengths', 'pruner')
 
 
 class Scheduler:
@@ -183,7 +183,11 @@ class Scheduler:
     if self._opening.by_prompt:
       return self._planner.by_prompt(wanted, filling.rest, terms.sizes, when)
     if batch.round == 0 and (count := self._window(bundle)) > 1:
-      return self._planner.window(wanted, terms.size, count, when)
+      # What is carried fills the first bundle only: the others would lack it.
+      filling = self._opening.filling(terms)
+      wanted = self._opening.wanted(filling, batch.most, is_last=is_last)
+      kept = self._learning.kept
+      return self._planner.window(wanted, terms.size, count, kept, when)
     paused = self._go_on(wanted) if batch.round == 0 else []
     return self._planner.alike(wanted, terms.size, when, paused=paused)
 
@@ -385,6 +389,7 @@ class Scheduler:
         reason = 'surplus' if group.request.draw in new else 'stale'
         batch.settled.append(ledger.Entry(group, 'dropped', reason))
     self._paused += batch.paused
+    self._paused.sort(key=lambda group: group.request.draw)
     if batch.terms.is_rolling:
       self._opening.took(batch.terms, batch.filling.counts)
     streams = [stream for stream, _ in batch.places]
@@ -428,13 +433,15 @@ class Scheduler:
   def freeze(self) -> Callable[[], dict[str, Any]]:
     """The state as of now, to be written out later, if at all, before the next call.
 
-    Only between `close` and the next `sent`: no batch may be open. Groups never
-    change, so that holding them is enough: tokens are turned into JSON for a save only.
+    Only between `close` and the next `sent`: of batches that are open nothing may have
+    been observed. Groups never change, so that holding them is enough: tokens are turned
+    into JSON for a save only.
     """
     state = {
       'version': VERSION,
       'draw': self._draw,
       'next': self._next,
+      'kept': self._learning.kept,
       'yields': {n: [y.useful, y.generated] for n, y in self._opening.yields.items()},
       'turns': [dict(self._opening.turns), dict(self._opening.turned)],
       'ahead': [[list(dataclasses.astuple(p)) for p in picks] for picks in self._ahead],
@@ -487,6 +494,7 @@ class Scheduler:
       if controller is not None:
         controller.load_state_dict(state[name])
     self._draw, self._next = state['draw'], state['next']
+    self._learning.kept = state['kept']
     self._opening.yields = {name: Yield(*y) for name, y in state['yields'].items()}
     self._opening.turns, self._opening.turned = map(dict, state['turns'])
     self._ahead = [tuple(Pick(*p) for p in picks) for picks in state['ahead']]

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl_sched.control import ledger
 from jaxrl_sched.control.asp import shares
 from jaxrl_sched.control.base import digest
 from jaxrl_sched.control.planning import Plan
 from jaxrl_sched.device import multihost
 from jaxrl_sched.device.checkpoint import Checkpoints
-from jaxrl_sched.device.lanes import Job, Lane, advance_one, busy_within
+from jaxrl_sched.device.lanes import EVALUATION, Job, Lane, advance_one, busy_within
 from jaxrl_sched.device.learner import Learner
 from jaxrl_sched.device.marking import Marking
 from jaxrl_sched.device.references import References
@@ -25,8 +26,6 @@ from jaxrl_sched.host import packing
 from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
 from jaxrl_sched.types import Completion, Group, Lesson, Request, Share
-
-EVALUATION = -1  # in place of a bundle
 
 
 class CompileCounter:
@@ -54,7 +53,7 @@ class DeviceEngine:
 
   Args:
     samplers: one a sampling engine; each on its own mesh, or on the learner's.
-    lag: steps that sampling runs ahead, which says how many versions are held.
+    lag: steps that sampling runs ahead; above 0 samplers go on while the learner learns.
     teacher: answers in the samplers' place during training, or None.
     overlong: keyword arguments of `overlong_penalty` but for the limit, or None.
     max_new_tokens: of training; the limit that shaping and averaging speak of.
@@ -101,9 +100,10 @@ class DeviceEngine:
     self._has_teacher = teacher is not None
     self._jobs: list[Job] = []  # submitted and not given away, in that order
     self._compiled = CompileCounter()
-    self._idle: dict[int, list[float]] = {}  # bundle -> idle share of each round
+    self._slot_steps: dict[int, list[int]] = {}  # bundle -> with an answer, and in all
+    self._generated: dict[int, float] = {}  # bundle -> seconds
     self._since = time.perf_counter()  # when the newest update was done
-    self._learned: list[Span] = []  # since the last call of `spans`
+    self._told: list[Span] = []  # since the last call of `spans`
 
   def agree(self, make: Callable[[], Any]) -> Any:
     return multihost.agree(make, name=f'plan {self.step}')
@@ -129,14 +129,15 @@ class DeviceEngine:
     if found is None:
       return None
     self.step, self._learner.state, control, pending = found
-    self._idle = {int(bundle): idle for bundle, idle in pending.pop('idle').items()}
+    saved = pending.pop('slot_steps')
+    self._slot_steps = {int(bundle): both for bundle, both in saved.items()}
     self._publish()
     return control | {'pending': pending}
 
   def save(self, control: dict[str, Any], *, score: float | None) -> None:
     control = dict(control)
-    idle = {str(bundle): of_rounds for bundle, of_rounds in self._idle.items()}
-    pending = control.pop('pending') | {'idle': idle}
+    slot_steps = {str(bundle): both for bundle, both in self._slot_steps.items()}
+    pending = control.pop('pending') | {'slot_steps': slot_steps}
     self._checkpoints.save(
       self.step, self._learner.state, control=control, pending=pending, score=score
     )
@@ -188,6 +189,8 @@ class DeviceEngine:
 
   def drain(self, before: int) -> dict[int, list[Group]]:
     self._forget(lambda job: job.bundle >= before)
+    # What rounds of these bundles have told is told anew by those that take their place.
+    self._slot_steps = {b: x for b, x in self._slot_steps.items() if b < before}
     found = {}
     with self._marking.not_timed():
       for job in list(self._jobs):
@@ -245,7 +248,11 @@ class DeviceEngine:
       self._go_on()
       self.progress(f'{doing} {min(job.ended, total)}/{total} answers')
     if job.bundle != EVALUATION:
-      self._idle.setdefault(job.bundle, []).append(job.idle_share())
+      before = self._slot_steps.get(job.bundle, [0, 0])
+      both = zip(before, job.slot_steps(), strict=True)
+      self._slot_steps[job.bundle] = [a + b for a, b in both]
+      seconds = self._generated.get(job.bundle, 0.0) + job.seconds
+      self._generated[job.bundle] = seconds
     self._marking.begin(job)
 
   def _check(self) -> None:
@@ -297,7 +304,7 @@ class DeviceEngine:
         'packing/rows': sum(int(b.segments.any(axis=1).sum()) for b in batches),
       }
       lags = self._lags(groups, keep)
-      metrics |= lag_metrics(lags)
+      metrics |= ledger.lags(dict(enumerate(np.bincount(lags).tolist())))
       if self._has_teacher:
         # References carry log-probs of 0, so the gap to them is the likelihood.
         metrics['nll'] = metrics['mismatch/logp_abs_mean']
@@ -314,7 +321,7 @@ class DeviceEngine:
     jax.block_until_ready(self._learner.state)
     learned_at = time.perf_counter()
     self._publish()
-    self._learned.append(Span('learner', 'learn', self.step - 1, began, learned_at))
+    self._told.append(Span('learner', 'learn', self.step - 1, began, learned_at))
     return metrics | self._times(began, learned_at)
 
   def _lags(self, groups: Sequence[Group], keep: Sequence[np.ndarray]) -> np.ndarray:
@@ -332,39 +339,40 @@ class DeviceEngine:
     """Where the time since the last update went, and what else is of the step."""
     since, now = self._since, time.perf_counter()
     self._since = now
-    generated = np.mean(
+    sampling = np.mean(
       [busy_within([*lane.spans, *lane.running()], since, now) for lane in self._lanes]
     )
-    idle = self._idle.pop(self.step - 1, [])
+    for lane in {*self._lanes, *self._judges}:
+      self._told += [span for span in lane.spans if span.end <= now]
+      lane.forget(now)
+    bundle = self.step - 1
+    busy, slot_steps = self._slot_steps.pop(bundle, [0, 0])
     return {
-      'time/generate_s': float(generated),
+      'time/generate_s': self._generated.pop(bundle, 0.0),
       'time/reward_s': self._marking.take_seconds(),
       'time/learn_s': learned_at - began,
       'time/load_s': now - learned_at,
-      'time/idle_s/sampler': now - since - float(generated),
+      'time/idle_s/sampler': now - since - float(sampling),
       'time/idle_s/learner': now - since - (learned_at - began),
-      'rollout/idle_slots': float(np.mean(idle)) if idle else 0.0,
+      'rollout/idle_slots': 1 - busy / slot_steps if slot_steps else 0.0,
       'compile/count': self._compiled.take(),
     }
 
   def spans(self) -> list[Span]:
-    found, self._learned = self._learned, []
-    for lane in dict.fromkeys([*self._lanes, *self._judges]):
-      found += lane.spans
-      lane.spans = []
+    told, self._told = self._told, []
     found = [
       dataclasses.replace(s, begin=s.begin - self._zero, end=s.end - self._zero)
-      for s in found
+      for s in told
     ]
     return sorted(found, key=lambda span: (span.end, span.lane))
 
   def _publish(self) -> None:
     """Brings the weights of this step to the samplers, once."""
     needed = [v for lane in self._judges for v in lane.versions()]
-    oldest = min([*needed, self.step])
+    ready = self._samplers[0].ready(self._learner.parameters)
     for sampler in self._samplers:
-      sampler.forget(oldest)
-      sampler.load(self._learner.parameters, self.step)
+      sampler.forget(min([*needed, self.step]))
+      sampler.put(ready, self.step)
     for sampler in self._samplers:
       sampler.wait()
 
@@ -377,12 +385,3 @@ class DeviceEngine:
 
 def _is_ready(tree: Any) -> bool:
   return all(leaf.is_ready() for leaf in jax.tree.leaves(tree))
-
-
-def lag_metrics(lags: np.ndarray) -> dict[str, float]:
-  """Of the lags of tokens trained on, at least one."""
-  found = {'lag/mean': float(lags.mean()), 'lag/max': int(lags.max())}
-  for lag, count in enumerate(np.bincount(lags).tolist()):
-    if count:
-      found[f'lag/share/{lag}'] = count / len(lags)
-  return found

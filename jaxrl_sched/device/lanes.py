@@ -14,6 +14,7 @@ from jaxrl_sched.engine import Span
 from jaxrl_sched.types import Completion, Request, Share
 
 Key = tuple[int, int]  # draw, answer
+EVALUATION = -1  # in place of a bundle
 
 
 class Rollout(Protocol):
@@ -21,7 +22,8 @@ class Rollout(Protocol):
 
   completions: dict[Key, Completion]
   cut: dict[Key, int]
-  idle_share: float
+  busy: int  # slot-steps with an answer, once all is done
+  slot_steps: int
 
   def advance(self) -> bool: ...
 
@@ -47,13 +49,14 @@ class Source(Protocol):
 class Job:
   """A round of a bundle on all lanes."""
 
-  bundle: int  # -1: an evaluation
+  bundle: int  # or EVALUATION
   version: int
   requests: list[Request]
   shares: Sequence[Share]
   on_finish: Callable[[Request, Completion], None]
   rollouts: list[Rollout] = dataclasses.field(default_factory=list)  # that are done
   ended: int = 0  # answers
+  seconds: float = 0.0  # of the slowest lane
   # Once all has ended: each request's answers, and tokens of those that are not kept.
   sampled: list[tuple[Request, list[Completion], tuple[int, ...]]] | None = None
 
@@ -67,9 +70,10 @@ class Job:
   def cut(self) -> dict[Key, int]:
     return {k: n for rollout in self.rollouts for k, n in rollout.cut.items()}
 
-  def idle_share(self) -> float:
-    shares = [rollout.idle_share for rollout in self.rollouts]
-    return sum(shares) / len(shares)
+  def slot_steps(self) -> tuple[int, int]:
+    """With an answer, and in all, of all lanes."""
+    busy = sum(rollout.busy for rollout in self.rollouts)
+    return busy, sum(rollout.slot_steps for rollout in self.rollouts)
 
 
 class Lane:
@@ -81,7 +85,7 @@ class Lane:
     self._job: Job | None = None  # under way
     self._rollout: Rollout | None = None
     self._began = 0.0
-    self.spans: list[Span] = []
+    self.spans: list[Span] = []  # since `forget`
 
   @property
   def has_work(self) -> bool:
@@ -113,7 +117,13 @@ class Lane:
     job, self._job = self._job, None
     job.rollouts.append(self._rollout)
     self._rollout = None
-    self.spans.append(self._span(job, time.perf_counter()))
+    now = time.perf_counter()
+    job.seconds = max(job.seconds, now - self._began)
+    self.spans.append(self._span(job, now))
+
+  def forget(self, before: float) -> None:
+    """Spans that were over by then are told, and needed no more."""
+    self.spans = [span for span in self.spans if span.end > before]
 
   def running(self) -> list[Span]:
     """The span that is not over, as if it ended now."""
@@ -122,7 +132,7 @@ class Lane:
     return [self._span(self._job, time.perf_counter())]
 
   def _span(self, job: Job, end: float) -> Span:
-    what = 'generate' if job.bundle >= 0 else 'evaluate'
+    what = 'evaluate' if job.bundle == EVALUATION else 'generate'
     return Span(self.name, what, job.bundle, self._began, end)
 
   def give_up(self, is_lost: Callable[[Job], bool]) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.device.lanes import Job, Key
+from jaxrl_sched.device.lanes import EVALUATION, Job, Key
 from jaxrl_sched.host.grading import Grade, GradingPool
 from jaxrl_sched.types import Completion, Group, Request
 
 FAILED_IN_A_ROW = 512  # answers without a verdict, and the verifier is broken
+ABORTED = Grade(score=0.0, fault='aborted', detail='', seconds=0.0)
 NOT_YET = Grade(score=0.0, fault=None, detail='', seconds=0.0)  # of a paused group
 
 
@@ -56,8 +57,10 @@ class Marking:
         if request.relief.pause_after:
           for completion in completions:
             self._submit(request, completion)
-        gone += tuple(len(c.tokens) for c in completions if c.finish == 'aborted')
-        completions = [c for c in completions if c.finish != 'aborted']
+        if job.bundle != EVALUATION:  # where what went wrong is no answer either
+          gone += tuple(len(c.tokens) for c in completions if c.finish == 'aborted')
+          completions = [c for c in completions if c.finish != 'aborted']
+      gone = tuple(tokens for tokens in gone if tokens)  # else it never ran
       job.sampled.append((request, completions, gone))
 
   def groups(
@@ -74,7 +77,7 @@ class Marking:
       for _, completions, _ in job.sampled
       if not any(map(_is_paused, completions))
       for c in completions
-      if (c.draw, c.answer) not in self._grades
+      if c.finish != 'aborted' and (c.draw, c.answer) not in self._grades
     ]
     self._grades |= self._grader.collect(
       keys,
@@ -86,7 +89,8 @@ class Marking:
     job.sampled = job.sampled[len(groups) :]
     for group in groups:
       if not group.is_paused:
-        grades = [self._grades.pop((c.draw, c.answer)) for c in group.completions]
+        ended = [c for c in group.completions if c.finish != 'aborted']
+        grades = [self._grades.pop((c.draw, c.answer)) for c in ended]
         self._check(grades)
         self._warn(group.request, grades)
     return groups
@@ -136,7 +140,10 @@ def _graded(job: Job, grades: dict[Key, Grade]) -> list[Group]:
     if any(map(_is_paused, completions)):
       found = [NOT_YET] * len(completions)
     else:
-      found = [grades.get((c.draw, c.answer)) for c in completions]
+      found = [
+        ABORTED if c.finish == 'aborted' else grades.get((c.draw, c.answer))
+        for c in completions
+      ]
     if None in found:
       break
     verdicts = np.array([g.score for g in found], np.float32)

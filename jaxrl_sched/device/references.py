@@ -77,7 +77,7 @@ class References:
 class Given:
   """Solutions in place of a rollout: all are there at once."""
 
-  idle_share = 0.0
+  busy = slot_steps = 0
 
   def __init__(self):
     self.completions: dict[tuple[int, int], Completion] = {}

@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from jaxrl_sched.device import relief
 from jaxrl_sched.device.slots import Answer, Slots
+from jaxrl_sched.host import relief
 from jaxrl_sched.types import Completion, Request, Share
 
 Told = Callable[[Request, Completion], None]
@@ -80,7 +80,7 @@ class Rollout:
     completions: (draw, answer) -> what is kept, once `advance` has said that all is
       done. Of a request with a paused answer it is what the next bundle needs.
     cut: (draw, answer) -> tokens of what is not; 0 if it never ran.
-    idle_share: of the slot-steps.
+    busy, slot_steps: with an answer, and in all, once all is done.
     done: nothing is left.
   """
 
@@ -99,7 +99,7 @@ class Rollout:
     self._minibatch_ends = minibatch_ends(share, len(queue), slots.count)
     self.completions: dict[Key, Completion] = {}
     self.cut: dict[Key, int] = {}
-    self.idle_share, self.done = 0.0, False
+    self.busy, self.slot_steps, self.done = 0, 0, False
     self._slots, self._weights, self._version = slots, weights, version
     self._requests, self._detokenize = list(requests), detokenize
     self._on_finish = on_finish
@@ -146,7 +146,7 @@ class Rollout:
     """Gives up what is not done."""
     if not self.done:  # slots may be alive still
       self._slots.reset()
-      self._chunk, self.done = None, True
+      self._chunk, self._weights, self.done = None, None, True
 
   def _enqueue(self, queue: Sequence[Key]) -> None:
     begun: dict[Key, Completion] = {}
@@ -347,5 +347,5 @@ class Rollout:
       (self._requests[place].draw, k): completion
       for (place, k), completion in self._ended.items()
     }
-    self.idle_share = 1 - self._busy / max(1, self._steps * self._slots.count)
-    self.done = True
+    self.busy, self.slot_steps = self._busy, self._steps * self._slots.count
+    self._weights, self.done = None, True

@@ -12,10 +12,10 @@ import numpy as np
 
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
-from jaxrl_sched.device import relief
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.rollout import Rollout
 from jaxrl_sched.device.slots import MAX_STOP_IDS, Slots
+from jaxrl_sched.host import relief
 from jaxrl_sched.types import Completion, Request, Share
 
 
@@ -92,9 +92,17 @@ class Sampler:
 
     Does not wait for the transfer.
     """
-    self._weights.pop(version, None)
+    self.put(self.ready(parameters), version)
+
+  def ready(self, parameters):
+    """As samplers take weights; still where `parameters` are. A copy."""
     # Cast before they travel: half the bytes where the computation is in bfloat16.
-    self._weights[version] = jax.device_put(self._ready(parameters), self._weights_at)
+    return self._ready(parameters)
+
+  def put(self, ready, version: int) -> None:
+    """`load` of what `ready` gave, which may serve several samplers of one model."""
+    self._weights.pop(version, None)
+    self._weights[version] = jax.device_put(ready, self._weights_at)
     self.version = version
 
   def wait(self) -> None:
@@ -191,7 +199,7 @@ class Sampler:
           on_chunk()
     finally:
       rollout.abandon()
-    self.idle_share = rollout.idle_share
+    self.idle_share = 1 - rollout.busy / max(1, rollout.slot_steps)
     place = {request.draw: i for i, request in enumerate(requests)}
     order = sorted(rollout.completions, key=lambda key: (place[key[0]], key[1]))
     return [rollout.completions[key] for key in order]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl_sched.control import ledger
 from jaxrl_sched.control.planning import Plan
 from jaxrl_sched.engine import Span
 from jaxrl_sched.host.rewards import overlong_penalty
@@ -56,6 +57,7 @@ class SimEngine:
     window, share_prompt: of the packing.
     overlong_filter: truncated answers are not trained on.
     overlong: keyword arguments of `overlong_penalty` but for the limit, or None.
+    kl_coef: of the loss; above 0 there is an update without any advantage too.
 
   Attributes:
     step: updates done so far.
@@ -74,6 +76,7 @@ class SimEngine:
     share_prompt: bool = False,
     overlong_filter: bool = False,
     overlong: dict[str, Any] | None = None,
+    kl_coef: float = 0.0,
   ):
     for name, value in dict(slots=slots, chunk=chunk).items():
       if type(value) is not int or value < 1:
@@ -85,6 +88,7 @@ class SimEngine:
       rows=rows, row_tokens=row_tokens, window=window, share_prompt=share_prompt
     )
     self._overlong, self._overlong_filter = overlong, overlong_filter
+    self._has_penalty = kl_coef > 0
     self._clock = 0.0  # of the trainer
     self._on_their_way: list[_Round] = []
     self._clocks: Clocks | None = None  # of the engines, once it is known how many
@@ -191,10 +195,10 @@ class SimEngine:
   # --- learning ---
 
   def learn(self, lesson: Lesson) -> dict[str, Any]:
-    is_skipped = not any(np.any(a) for a in lesson.advantages)
     groups, lags = [], {}
-    if not is_skipped:
+    if self._has_penalty or any(np.any(a) for a in lesson.advantages):
       groups, lags = trained(lesson, self.step, overlong_filter=self._overlong_filter)
+    is_skipped = not groups  # or all was pruned, or truncated
     counts, filled = learning(groups, self._packing)
     learn = 0.0 if is_skipped else float(counts @ self._costs.of(LEARN))
     rounds = self._collected.pop(self.step, [])
@@ -205,7 +209,7 @@ class SimEngine:
     self._spans.append(Span('learner', 'learn', self.step, begin, self._clock))
     self._train += overhead + learn
     metrics = {'update/skipped': float(is_skipped)} | _of_rounds(rounds)
-    metrics |= _lags(lags)
+    metrics |= ledger.lags(lags)
     metrics |= {'time/learn_s': learn, 'time/idle_s/learner': self._waited}
     if filled:
       places = counts[0] * self._packing.rows * self._packing.row_tokens
@@ -250,14 +254,3 @@ def _is_plain(requests: Sequence[Request], answers: Answers) -> bool:
   return not any(r.begun or r.relief != plain for r in requests) and not (
     (answers.finish == ABORTED).any()
   )
-
-
-def _lags(tokens: dict[int, int]) -> dict[str, float]:
-  """Metrics of the lags of trained tokens."""
-  total = sum(tokens.values())
-  if not total:
-    return {}
-  return {
-    'lag/mean': sum(lag * n for lag, n in tokens.items()) / total,
-    'lag/max': max(tokens),
-  } | {f'lag/share/{lag}': n / total for lag, n in tokens.items()}

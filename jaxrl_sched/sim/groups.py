@@ -134,7 +134,7 @@ def trained(
       found.append((prompt, group.lengths[kept].tolist()))
       for version, tokens in _by_version(group, kept):
         lags[step - version] += tokens
-  return found, dict(sorted(lags.items()))
+  return found, lags
 
 
 def _by_version(group: Group, kept: np.ndarray) -> list[tuple[int, int]]:

@@ -24,8 +24,8 @@ def read_run(
 ) -> list[StepTimes]:
   """The steps of a run, for `costs.fit`.
 
-  Its slots are filled anew with the recorded lengths. Without lag, `time/generate_s`
-  is the sum over rounds; with it, the time of the slowest engine.
+  Its slots are filled anew with the recorded lengths. `time/generate_s` is the sum over
+  rounds of the slowest engine's time.
 
   Args:
     workdir: with config.json, metrics.jsonl and rollouts.jsonl.
@@ -35,7 +35,8 @@ def read_run(
 
   Raises:
     ValueError: a file cannot be read, or none of these steps is recorded whole; or the
-      run had spare or paused answers, of which the record does not say enough.
+      run had spare or paused answers, or several bundles drawn at once, of which the
+      record does not say enough.
   """
   workdir = pathlib.Path(workdir)
   try:
@@ -49,9 +50,10 @@ def _read(
 ) -> list[StepTimes]:
   c = _json(workdir / 'config.json')
   asp = c.get('asp') or {}
-  for key in ('spare', 'pause_after'):
-    if asp.get(key):
-      raise ValueError(f'{workdir}: asp.{key}={asp[key]}, expected a run without')
+  # With a window, what is sampled in one step was drawn among that of others.
+  for key, usual in (('spare', 0), ('pause_after', 0), ('window', 1)):
+    if asp.get(key, usual) != usual:
+      raise ValueError(f'{workdir}: asp.{key}={asp[key]}, expected a run with {usual}')
   lines = _metrics(workdir / 'metrics.jsonl')
   records = {record.draw: record for record in read(workdir / 'rollouts.jsonl')}
   known = _prompt_lengths(records, prompts)
@@ -106,14 +108,15 @@ def _generate(
   """Counts of the slowest engine in a round."""
   slots, chunk = c['sampler']['slots'], c['sampler']['chunk']
   asp = c.get('asp') or {'engines': 1, 'refill': True}
-  predicted = [r.predicted_length or 1.0 for r in records]
+  means = [r.predicted_length or 1.0 for r in records]
+  highs = [r.predicted_longest or r.predicted_length or 1.0 for r in records]
   sizes = [record.size for record in records]
   if not all(sizes):  # nothing is left of a group, and nobody knows what was sampled
     records = [record for record in records if record.size]
     return _generate(c, records, known) if records else np.zeros(6)
   minibatch = None if asp['refill'] else slots
   found = []
-  for share in shares(sizes, predicted, predicted, asp['engines'], minibatch=minibatch):
+  for share in shares(sizes, means, highs, asp['engines'], minibatch=minibatch):
     if not len(share.requests):
       continue
     pairs = zip(share.requests.tolist(), share.answers.tolist(), strict=True)

@@ -14,7 +14,7 @@ from jaxrl_sched.sim.workload import FINISHES
 FIELDS = ('step', 'draw', 'prompt_id', 'dataset', 'size', 'lengths')
 FIELDS += ('predicted_length', 'verdicts', 'rewards', 'finish', 'faults', 'versions')
 FIELDS += ('fate', 'reason', 'weights')
-OPTIONAL = ('spares', 'earlier', 'round')
+OPTIONAL = ('predicted_longest', 'spares', 'earlier', 'round')
 _LISTS = ('lengths', 'verdicts', 'rewards', 'finish', 'versions')  # an entry an answer
 
 
@@ -30,13 +30,14 @@ class Record:
   size: int
   lengths: list[int]
   predicted_length: float | None
+  predicted_longest: float | None
   verdicts: list[float]
   rewards: list[float]
   finish: list[str]
   faults: list[str | None]
   versions: list[int]
   weights: list[float] | None  # of each answer in the batch; None: it was not in it
-  spares: list[int]
+  spares: list[int]  # tokens of those that ever ran
   round: int | None  # of the step, where it is known
 
 
@@ -92,8 +93,8 @@ def _record(where: str, text: str, limit: int | None) -> Record:
   _check(where, line, limit)
   faults = line['faults'] or [None] * line['size']
   kept = {f.name: line[f.name] for f in dataclasses.fields(Record) if f.name in line}
-  kept |= {'faults': faults, 'spares': line.get('spares', [])}
-  return Record(where=where, **({'round': None} | kept))
+  kept |= {'faults': faults, 'spares': [n for n in line.get('spares', []) if n]}
+  return Record(where=where, **({'round': None, 'predicted_longest': None} | kept))
 
 
 def _check(where: str, line: dict[str, Any], limit: int | None) -> None:
@@ -107,9 +108,10 @@ def _check(where: str, line: dict[str, Any], limit: int | None) -> None:
     need(isinstance(line[key], str), key, 'text')
   fates = (*FATES, 'pending')
   need(line['fate'] in fates, 'fate', f'one of {", ".join(fates)}')
-  predicted = line['predicted_length']
-  good = predicted is None or (_is_number(predicted) and predicted > 0)
-  need(good, 'predicted_length', 'a number above 0, or null')
+  for key in ('predicted_length', 'predicted_longest'):
+    predicted = line.get(key)
+    good = predicted is None or (_is_number(predicted) and predicted > 0)
+    need(good, key, 'a number above 0, or null')
   for key in (*_LISTS, 'faults', 'weights'):
     many = line[key]
     is_absent = (key == 'weights' and many is None) or (key == 'faults' and many == [])
@@ -130,8 +132,8 @@ def _check(where: str, line: dict[str, Any], limit: int | None) -> None:
   need(good, 'versions', f'each from 0 to the step, {line["step"]}')
   if 'spares' in line:
     good = isinstance(line['spares'], list)
-    good = good and all(_is_whole(n) and n >= 1 for n in line['spares'])
-    need(good, 'spares', 'a list of tokens, from 1')
+    good = good and all(_is_whole(n) and n >= 0 for n in line['spares'])
+    need(good, 'spares', 'a list of tokens, from 0')
   if 'round' in line:
     need(_is_whole(line['round']) and line['round'] >= 0, 'round', 'a number from 0')
 

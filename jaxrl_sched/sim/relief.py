@@ -5,45 +5,17 @@ gets before somebody notices hangs on the slots, as it does in a real engine; en
 tell one another nothing.
 """
 
-import bisect
 from collections.abc import Sequence
 import dataclasses
 import math
 
 import numpy as np
 
+from jaxrl_sched.host.relief import Race, versions_before
 from jaxrl_sched.sim.groups import SimGroup
 from jaxrl_sched.sim.slots import Decoded
 from jaxrl_sched.sim.workload import ABORTED, FINISHES, PAUSED, Answers
 from jaxrl_sched.types import Completion, Group, Request, Share
-
-
-class Race:
-  """The answers of a request that have ended, and who is not needed any more."""
-
-  def __init__(self, request: Request):
-    self._size = request.size
-    self._first_finished = request.relief.first_finished
-    self._ended: list[tuple[int, int]] = []  # (length, k), or (0, k) in answer order
-    for completion in request.begun:
-      if completion.finish != 'paused':
-        self.end(completion.answer, len(completion.tokens))
-
-  def end(self, answer: int, length: int) -> None:
-    bisect.insort(self._ended, (length if self._first_finished else 0, answer))
-
-  def kept(self) -> list[int]:
-    """Those that are kept if none goes on that is needed, in answer order."""
-    return sorted(answer for _, answer in self._ended[: self._size])
-
-  def cutoff(self, answer: int) -> float:
-    """The tokens at which an answer is not needed; inf: it is."""
-    if len(self._ended) < self._size:
-      return math.inf
-    length, last = self._ended[self._size - 1]
-    if self._first_finished:
-      return length - 1 if answer > last else length
-    return 0 if answer > last else math.inf
 
 
 @dataclasses.dataclass
@@ -76,7 +48,7 @@ def run(
   for share in shares:
     bounds = [0] if share.cuts is None else share.cuts.tolist()
     bounds.append(len(share.requests))
-    races = {i: Race(requests[i]) for i in set(share.requests.tolist())}
+    races = {i: _race(requests[i]) for i in set(share.requests.tolist())}
     steps = chunks = 0
     for begin, end in zip(bounds, bounds[1:], strict=False):
       engine = _Slots(requests, answers, found, races, slots, chunk)
@@ -84,6 +56,17 @@ def run(
       steps, chunks = steps + engine.now, chunks + engine.chunks
     found.decoded.append(Decoded(np.empty(0, int), steps, chunks))
   return found
+
+
+def _race(request: Request) -> Race:
+  """Of its answers, with those that ended in earlier bundles."""
+  race = Race(request.size, first_finished=request.relief.first_finished)
+  race.open = dict.fromkeys(request.missing, 0)
+  for c in request.begun:
+    if c.finish != 'paused':
+      race.open[c.answer] = len(c.tokens)
+      race.end(c.answer, len(c.tokens), aborted=c.finish == 'aborted')
+  return race
 
 
 @dataclasses.dataclass
@@ -143,9 +126,10 @@ class _Slots:
     found.made[run.place] = min(run.end, self.now) - run.start
     if run.end > self.now:
       return False
-    if found.ended[run.place] and self._answers.finish[run.place] != ABORTED:
+    if found.ended[run.place]:
       length = int(found.before[run.place] + found.made[run.place])
-      self._races[run.request].end(run.answer, length)
+      is_lost = bool(self._answers.finish[run.place] == ABORTED)
+      self._races[run.request].end(run.answer, length, aborted=is_lost)
     return True
 
   def _is_needless(self, run: _Running) -> bool:
@@ -184,13 +168,19 @@ def _group(
   part = slice(int(answers.starts[i]), int(answers.starts[i + 1]))
   lengths = found.before[part] + found.made[part]
   finish = answers.finish[part].copy()
-  race = Race(dataclasses.replace(request, begun=()))
-  for k in np.flatnonzero(found.ended[part] & (finish != ABORTED)).tolist():
-    race.end(k, int(lengths[k]))
-  goes_on = ~found.ended[part] & (lengths > 0)
-  goes_on = [k for k in np.flatnonzero(goes_on).tolist() if lengths[k] < race.cutoff(k)]
-  finish[goes_on] = PAUSED
-  kept = np.array(sorted(race.kept() + goes_on), int)
+  for completion in request.begun:
+    if completion.finish != 'paused':
+      finish[completion.answer] = FINISHES.index(completion.finish)
+  race = Race(request.size, first_finished=request.relief.first_finished)
+  race.open = {k: n for k, n in enumerate(lengths.tolist()) if n}
+  for k in np.flatnonzero(found.ended[part]).tolist():
+    race.end(k, race.open[k], aborted=bool(finish[k] == ABORTED))
+  race.drop()
+  race.drop_ended()
+  finish[list(race.open)] = PAUSED
+  kept = np.array(sorted([*race.open, *race.ended]), int)
+  if not race.open:  # else one that was aborted keeps its place until all have ended
+    kept = kept[finish[kept] != ABORTED]
   is_over = finish[kept] != PAUSED  # nobody grades what has not ended
   left = np.ones(len(lengths), bool)
   left[kept] = False
@@ -219,15 +209,13 @@ def _completions(
     old = begun[k]
     if old.finish == 'paused':
       zeros = np.zeros(int(lengths[k]), np.int32)
-      before = sum(count for count, _ in old.earlier)
-      run = (len(old.tokens) - before, old.version)
       old = dataclasses.replace(
         old,
         tokens=zeros,
         logps=zeros.astype(np.float32),
         finish=FINISHES[finish[k]],
         version=version,
-        earlier=(*old.earlier, run),
+        earlier=versions_before(old, version),
       )
     found.append(old)
   return tuple(found)

@@ -240,6 +240,24 @@ def test_a_run_that_begins_at_a_late_version_admits_no_more_than_its_lag(lag):
   assert most == 8 * (lag + 1)
 
 
+def test_what_is_carried_leaves_the_quotas_of_a_window_alone():
+  """3.6: every bundle of a window asks each dataset for the same."""
+  s = scheduler(
+    sizes={'a': 90, 'b': 90}, groups_per_step=4, max_rounds=1, asp=Asp(window=4)
+  )
+  carried = 0
+  for step in range(12):
+    plan = s.plan(step)
+    s.sent(plan)
+    names = collections.Counter(r.prompt.dataset for r in plan.requests)
+    assert names['a'] == names['b'] > 0
+    s.observe([graded(r, USEFUL) for r in plan.requests])  # more than are needed
+    s.take_batch(step)
+    s.close(step)
+    carried += len(s.pending())
+  assert carried > 0
+
+
 def test_in_a_window_a_short_bundle_weighs_no_more():
   """3.6: the normaliser is constant over the window, whatever is filtered."""
   for window, count in ((1, 1), (2, 4)):

@@ -5,6 +5,8 @@ the sampler and nothing else, from tables whose odds are known, or from identiti
 """
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -499,7 +501,7 @@ def test_static_minibatches_last_as_long_as_their_longest(tables, cuts, steps):
   while rollout.advance():
     chunks += 1
   assert chunks == steps
-  assert rollout.idle_share == pytest.approx(1 - sum(tokens) / (2 * steps))
+  assert (rollout.busy, rollout.slot_steps) == (sum(tokens), 2 * steps)
   tables.load(flat, version=0)
   expected = tables.generate(asked)
   assert_same([rollout.completions[i, 0] for i in range(6)], expected)
@@ -510,7 +512,7 @@ def test_an_empty_share_is_done_at_once(plain):
   for cuts in (None, none):
     rollout = plain.begin(zoo(), share=Share(requests=none, answers=none, cuts=cuts))
     assert rollout.ready() and not rollout.advance()
-    assert rollout.done and not rollout.completions and rollout.idle_share == 1
+    assert rollout.done and not rollout.completions and rollout.slot_steps == 0
 
 
 def test_rollouts_on_a_sampler_come_one_at_a_time(warm, crowd):
@@ -913,3 +915,13 @@ def test_settings_that_do_not_fit_are_refused(parameters):
   silent = build()
   with pytest.raises(ValueError, match="'toy/0'.*detokenize"):
     silent.generate([toys.request(0, [1], stop_strings=('a',))])
+
+
+def test_no_version_outlives_the_rollout_that_it_was_for():
+  """3.2: at most lag + 1 versions are held."""
+  one = Sampler(toys.parameters(), toys.CONFIG, slots=2, cache_length=32, chunk=4)
+  one.generate([toys.request(0, [1, 2])])
+  old = [weakref.ref(leaf) for leaf in jax.tree.leaves(one._weights)]
+  one.forget(1)
+  gc.collect()
+  assert all(ref() is None for ref in old)

@@ -254,6 +254,21 @@ def test_the_counts_of_a_run_on_paper(tmp_path):
   assert [r.step for r in read_run(workdir, steps=range(1, 2))] == [1]
 
 
+def test_answers_are_started_as_their_bounds_said(tmp_path):
+  """In two slots 8, 2 and 2 tokens take 8 steps; 2, 2 and 8 take 10."""
+
+  def steps(bounds):
+    lines = [
+      line(i, [n], step=0, predicted_length=3.0 - i, **bound)
+      for i, (n, bound) in enumerate(zip([8, 2, 2], bounds, strict=True))
+    ]
+    return read_run(folder(tmp_path, [metrics(0, 3)], lines))[0].generate[0]
+
+  assert steps([{'predicted_longest': n} for n in (9.0, 8.0, 7.0)]) == 8
+  assert steps([{'predicted_longest': n} for n in (7.0, 8.0, 9.0)]) == 10
+  assert steps([{}] * 3) == 8  # of older runs the means alone are known
+
+
 def test_steps_that_are_not_recorded_whole_are_left_out(tmp_path):
   lines = [line(0, [3], step=0), line(2, [4], step=1)]
   workdir = folder(tmp_path, [metrics(0, 1), metrics(1, 2)], lines)
@@ -267,9 +282,9 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     read_run(tmp_path)
   workdir = folder(tmp_path, [metrics(0, 1)], [line(0, [3], step=0)])
   config = json.loads((workdir / 'config.json').read_text())
-  for asp in (dict(spare=1), dict(pause_after=64)):
+  for asp in (dict(spare=1), dict(pause_after=64), dict(window=2)):
     (workdir / 'config.json').write_text(json.dumps(config | {'asp': asp}))
-    with pytest.raises(ValueError, match='asp.*expected a run without'):
+    with pytest.raises(ValueError, match='asp.*expected a run with [01]'):
       read_run(workdir)
   (workdir / 'config.json').write_text('{"sampler": {"slots": 2}}')
   with pytest.raises(ValueError, match="'chunk' is missing"):

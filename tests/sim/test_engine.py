@@ -214,6 +214,17 @@ def test_empty_slots_beside_busy_ones_are_padding():
   assert metrics['rollout/idle_slots'] == pytest.approx(0.3)
 
 
+def test_slots_and_seconds_are_those_of_all_rounds_and_engines():
+  requests, policy = one_a_draw([[10, 4, 5], [3]])
+  engine = SimEngine(policy, ONE, slots=2)
+  engine.submit(plan(0, requests[0], [share([0, 1], [0, 0]), share([2], [0])]))
+  engine.submit(plan(0, requests[1], [share([0], [0]), share([], [])]))
+  metrics = engine.learn(lesson(engine.collect(0, lambda groups: False)))
+  # Of the slots for 10, 5 and 3 steps, 22 places were taken; the slowest: 10, then 3.
+  assert metrics['rollout/idle_slots'] == pytest.approx(1 - 22 / (2 * 18))
+  assert metrics['time/generate_s'] == 13
+
+
 def test_a_further_round_starts_when_it_is_submitted():
   requests, policy = one_a_draw([[10, 4], [5]])
   engine = SimEngine(policy, Costs(decode_step=1.0, reward_round=2.0), slots=1)
@@ -330,6 +341,38 @@ def test_nothing_to_learn_from_takes_no_time():
   metrics = engine.learn(empty)
   assert metrics['update/skipped'] == 1.0 and 'lag/max' not in metrics
   assert (engine.now(), engine.step) == (0.0, 1)
+
+
+@pytest.mark.parametrize(
+  'how, advantage, keep, is_made',
+  [
+    ({}, 0.0, [1.0, 1.0], False),
+    (dict(kl_coef=0.1), 0.0, [1.0, 1.0], True),  # the penalty has a gradient
+    (dict(kl_coef=0.1), 0.0, [0.0, 0.0], False),
+    ({}, 1.0, [0.0, 0.0], False),  # all pruned
+    ({}, 1.0, [0.0, 1.0], True),
+    (dict(overlong_filter=True), 1.0, [0.0, 1.0], False),  # and the rest truncated
+    (dict(overlong_filter=True), 1.0, [1.0, 1.0], True),
+  ],
+)
+def test_an_update_is_made_where_there_is_something_to_learn_from(
+  how, advantage, keep, is_made
+):
+  lengths = {0: np.array([3, LIMIT])}
+  engine = SimEngine(Given(lengths), Costs(learn_step=1.0), slots=2, **how)
+  engine.submit(plan(0, [request(0, 2)], [share([0, 0], [0, 1])]))
+  groups = engine.collect(0, lambda groups: False)
+  metrics = engine.learn(
+    Lesson(
+      groups=groups,
+      advantages=[np.full(2, advantage, np.float32)],
+      keep=[np.array(keep)],
+      count=1,
+    )
+  )
+  assert metrics['update/skipped'] == float(not is_made)
+  assert metrics['time/learn_s'] == engine.now() == float(is_made)
+  assert ('lag/max' in metrics) == is_made and engine.step == 1
 
 
 def test_groups_look_like_those_of_a_real_engine():

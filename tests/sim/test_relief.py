@@ -189,6 +189,32 @@ def test_an_answer_pauses_and_goes_on_in_the_next_bundle():
   assert metrics['lag/share/0'] == pytest.approx(5 / 45)
 
 
+def test_an_aborted_answer_keeps_its_place_until_all_have_ended():
+  policy = Given({0: np.array([10, 45])}, [(0, 0)])
+  engine = SimEngine(policy, Costs(decode_step=1.0), slots=2)
+  (first,) = submit(engine, 0, [request(0, 2, pause_after=40)])
+  assert [c.finish for c in first.completions] == ['aborted', 'paused']
+  assert first.spares == ()
+  engine.learn(Lesson(groups=[], advantages=[], keep=[], count=0))
+  again = dataclasses.replace(first.request, begun=first.completions)
+  (second,) = submit(engine, 1, [again], version=1)
+  assert kept(second) == {1: 45} and second.spares == (10,)
+  assert second.verdicts.tolist() == [45] and not second.is_paused
+
+
+def test_what_went_on_with_the_same_weights_is_one_run():
+  policy = Given({0: np.array([45])})
+  engine = SimEngine(policy, Costs(decode_step=1.0), slots=2)
+  (group,) = submit(engine, 0, [request(0, 1, pause_after=20)])
+  again = dataclasses.replace(group.request, begun=group.completions)
+  (group,) = submit(engine, 1, [again])  # with a lag, of version 0 too
+  assert group.earlier == [()] and group.versions == [0]
+  engine.learn(Lesson(groups=[], advantages=[], keep=[], count=0))
+  again = dataclasses.replace(group.request, begun=group.completions)
+  (group,) = submit(engine, 2, [again], version=1)
+  assert group.earlier == [((40, 0),)] and group.versions == [1]
+
+
 def test_one_that_ends_with_its_last_token_before_the_pause_has_ended():
   group, _ = answered([20, 20], pause_after=20)
   assert kept(group) == {0: 20, 1: 20} and not group.is_paused

@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl_sched.control import ledger
 from jaxrl_sched.sim.groups import whole_groups
+from jaxrl_sched.sim.records import read
 from jaxrl_sched.sim.trace import Trace
 from jaxrl_sched.sim.workload import FINISHES, Dataset, Workload
 from jaxrl_sched.types import Relief, Request, Sampling
@@ -129,15 +130,27 @@ def test_a_dataset_without_a_record_is_refused(tmp_path):
 
 def test_the_fields_are_those_that_the_ledger_writes(tmp_path):
   workload = Workload({'a': Dataset(count=9)})
-  asked = request(4)
+  asked = request(4, predicted_length=12.344, predicted_longest=20.678)
   found = workload.answers_of([asked], 0)
   (group,) = whole_groups([asked], 0, found, found.verdicts)
-  entry = ledger.taken(group, np.ones(2), np.ones(2, bool))
-  again = trace(tmp_path, [{'step': 0} | ledger.line(entry)], limit=None)
+  told = {'step': 0} | ledger.line(ledger.taken(group, np.ones(2), np.ones(2, bool)))
+  (record,) = read(written(tmp_path, [told]))
+  assert (record.predicted_length, record.predicted_longest) == (12.34, 20.68)
+  again = trace(tmp_path, [told], limit=None)
   answers = again.answers_of([asked], 0)
   assert again.recorded == 1
   assert answers.lengths.tolist() == found.lengths.tolist()
   assert answers.verdicts.tolist() == found.verdicts.tolist()
+
+
+def test_what_older_runs_wrote_is_read(tmp_path):
+  """Without a bound on lengths, and with spare answers that never ran."""
+  assert 'predicted_longest' not in line()
+  old, new = read(
+    written(tmp_path, [line(1, spares=[0, 4, 0]), line(2, predicted_longest=20.5)])
+  )
+  assert (old.predicted_longest, old.spares) == (None, [4])
+  assert (new.predicted_longest, new.spares) == (20.5, [])
 
 
 # --- refusals -------------------------------------------------------------------------
@@ -170,7 +183,8 @@ def without(key):
     (line(1, weights=[1.0, -1.0]), 'weights .*, expected numbers from 0'),
     (line(1, fate='lost'), "fate 'lost', expected one of trained"),
     (line(1, predicted_length=-3), 'predicted_length -3, expected a number above 0'),
-    (line(1, spares=[0]), 'spares .*, expected a list of tokens'),
+    (line(1, spares=[-1]), 'spares .*, expected a list of tokens'),
+    (line(1, predicted_longest=0), 'predicted_longest 0, expected a number above 0'),
     (line(1, step='3'), "step '3', expected a whole number from 0"),
     (line(1, dataset='c', prompt_id='c/1'), "dataset 'c', expected one of a, b: .*run"),
     (

@@ -1,7 +1,7 @@
 """Which answers of a request are kept: a function of their lengths alone.
 
 Slots, engines and the order in which answers end change when an answer is found not
-to be needed, never whether it is kept. No jax here.
+to be needed, never whether it is kept.
 """
 
 import math
@@ -21,17 +21,26 @@ class Race:
     self.size, self.first_finished = size, first_finished
     self.open: dict[int, int] = {}  # answer -> tokens so far: waiting, running, paused
     self.ended: dict[int, tuple[float, int]] = {}  # answer -> rank
+    self._last: tuple[float, int] | None = None  # G-th of them
 
   def end(self, answer: int, length: int, *, aborted: bool = False) -> None:
     del self.open[answer]
     self.ended[answer] = (math.inf, answer) if aborted else self._rank(answer, length)
+    if len(self.ended) >= self.size:
+      self._last = sorted(self.ended.values())[self.size - 1]
+
+  def cutoff(self, answer: int) -> float:
+    """Tokens with which an answer that goes on is not needed; inf: it is."""
+    if self._last is None or self._last[0] == math.inf:
+      return math.inf
+    length, last = self._last
+    if self.first_finished:
+      return length - 1 if answer > last else length
+    return 0 if answer > last else math.inf
 
   def drop(self) -> list[int]:
     """Takes out what is not needed of those that go on."""
-    if len(self.ended) < self.size:
-      return []
-    last = sorted(self.ended.values())[self.size - 1]
-    gone = [a for a in sorted(self.open) if self._least(a) > last]
+    gone = [a for a in sorted(self.open) if self.open[a] >= self.cutoff(a)]
     for answer in gone:
       del self.open[answer]
     return gone
