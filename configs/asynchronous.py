@@ -30,7 +30,7 @@ def get_config(variant: str = 'h1') -> ConfigDict:
   c.sampler_mesh = dict(data=4)
   c.asp = dict(lag={'h2': 2, 'sync': 0}.get(variant, 1))
   c.lengths = ConfigDict({})
-  c.scheduler.max_rounds = 1
+  c.scheduler.update(max_rounds=1, surplus='drop')
   if variant == 'shared':
     c.sampler_mesh = None
   if variant == 'engines':
