@@ -8,6 +8,7 @@ the key, the value and what was expected.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import math
 import pathlib
 import tempfile
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxrl_sched import settings
-from jaxrl_sched.checks import check_numbers, named
+from jaxrl_sched.checks import check_numbers
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.difficulty import open_tiers
 from jaxrl_sched.control.lengths import LengthPredictor
@@ -28,7 +29,7 @@ from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.engine import DeviceEngine
 from jaxrl_sched.device.learner import Learner, Loss, make_optimizer
-from jaxrl_sched.device.mesh import make_mesh
+from jaxrl_sched.device.mesh import ON_CPU, make_mesh
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.prompts import PromptSet, Tokenizer
 from jaxrl_sched.device.references import References
@@ -411,12 +412,17 @@ def sampler_meshes(c: dict[str, Any], mesh: jax.sharding.Mesh) -> list:
   """The mesh of each sampling engine: the learner's, or the devices after it."""
   if c['sampler_mesh'] is None:
     return [mesh]
-  rest, found = jax.devices()[mesh.size :], []
-  for e in range(c['asp']['engines']):
-    with named(f'config.sampler_mesh, engine {e}, beside config.mesh: '):
-      found.append(make_mesh(**c['sampler_mesh'], devices=rest))
-    rest = rest[found[-1].size :]
-  return found
+  devices, engines = jax.devices(), c['asp']['engines']
+  each = math.prod(c['sampler_mesh'].values())
+  needed = mesh.size + engines * each
+  if needed > len(devices):
+    raise ValueError(
+      f'config.sampler_mesh: {each} devices for each of {engines} engines and '
+      f'{mesh.size} to learn on are {needed}, expected at most the {len(devices)} there '
+      f'are{ON_CPU if devices[0].platform == "cpu" else ""}'
+    )
+  starts = range(mesh.size, needed, each)
+  return [make_mesh(**c['sampler_mesh'], devices=devices[i:]) for i in starts]
 
 
 def build_engine(

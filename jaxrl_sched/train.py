@@ -23,9 +23,9 @@ Any setting of the config can be overridden: --config.optimizer.learning_rate=1e
 --config.evaluate=None. A config may take an argument: --config=configs/x.py:argument.
 
 The workdir receives config.json, metrics.jsonl (a line a step), rollouts.jsonl (a line
-a group), samples.jsonl (some answers' texts), checkpoints/, tensorboard/ and
-report.html. SIGTERM or Ctrl-C saves and ends with 0; the same command goes on from
-there. Bad input ends with 2 and one line.
+a group), samples.jsonl (some answers' texts), timeline.jsonl (who was busy when),
+checkpoints/, tensorboard/ and report.html. SIGTERM or Ctrl-C saves and ends with 0; the
+same command goes on from there. Bad input ends with 2 and one line.
 """
 
 

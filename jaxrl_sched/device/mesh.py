@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+ON_CPU = ' (on a CPU JAX_NUM_CPU_DEVICES says how many)'
 AXES = ('data', 'fsdp', 'model')
 RULES = {
   'layer': None,
@@ -30,6 +31,7 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, model: int = 1, devices=None) -> 
     raise ValueError(
       f'mesh: data={data} * fsdp={fsdp} * model={model} = {count} devices, expected '
       f'1 to {len(devices)}, the devices there are'
+      f'{ON_CPU if devices[0].platform == "cpu" else ""}'
     )
   return Mesh(np.asarray(devices[:count]).reshape(shape), AXES)
 

@@ -21,6 +21,13 @@ from jaxrl_sched.metrics import read_jsonl
 ROOT = pathlib.Path(__file__).parents[2]
 GOAL = 0.90
 LAGS = {'sync': 0, 'h1': 1, 'h2': 2, 'engines': 1}
+LABELS = {
+  'sync': 'no lag (sync)',
+  'h1': 'lag 1 (h1)',
+  'h2': 'lag 2 (h2)',
+  'engines': 'lag 1, four engines',
+}
+STYLES = {'sync': 'o-', 'h1': 's-', 'h2': '^:', 'engines': 'x:'}
 COLOURS = {'generate': '#4878a8', 'learn': '#d97b3f', 'evaluate': '#bbbbbb'}
 SHOWN = (21, 25)  # bundles of the timeline, between two evaluations
 
@@ -63,19 +70,22 @@ def draw(workdirs: dict[str, pathlib.Path], file: pathlib.Path) -> None:
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
-  figure, (left, *rights) = pyplot.subplots(
-    1, 3, figsize=(13, 3.2), layout='constrained', width_ratios=(1, 1.2, 1.2)
-  )
+  figure = pyplot.figure(figsize=(11, 4), layout='constrained')
+  panels = figure.subplot_mosaic([['left', 'a'], ['left', 'b']], width_ratios=(1, 1.5))
+  left, rights = panels['left'], (panels['a'], panels['b'])
+  rights[0].sharex(rights[1])
   for variant, workdir in workdirs.items():
     curve = held_out(workdir)
-    left.plot(list(curve), list(curve.values()), marker='.', label=variant)
+    how = dict(zip(('marker', 'linestyle'), STYLES[variant], strict=True))
+    left.plot(list(curve), list(curve.values()), label=LABELS[variant], **how)
   left.axhline(GOAL, color='grey', linewidth=0.8, linestyle='--')
   left.set(xlabel='step', ylabel='held-out pass rate', ylim=(0, 1))
   left.legend(loc='lower right', frameon=False)
   left.grid(alpha=0.3)
   for axes, variant in zip(rights, ('sync', 'h1'), strict=True):
     timeline(axes, read_jsonl(workdirs[variant] / 'timeline.jsonl'))
-    axes.set_title(f'{variant}: bundles {SHOWN[0]} to {SHOWN[1] - 1}', fontsize=10)
+    what = f'{LABELS[variant]}: bundles {SHOWN[0]} to {SHOWN[1] - 1}'
+    axes.set_title(what, fontsize=10, loc='left')
   figure.savefig(file, dpi=150)
 
 
