@@ -237,7 +237,7 @@ VARIANTS = {
   'sagc_fixed16': fixed(16),
   'sagc': SAGC | dict(sagc=CONTROLLER | dict(hold='prompts')),
   'sagc_4816': SAGC | dict(sagc=CONTROLLER | dict(hold='prompts', sizes=(4, 8, 16))),
-  'sagc_rollouts': SAGC | dict(steps=200, sagc=CONTROLLER),
+  'sagc_rollouts': SAGC | dict(steps=160, sagc=CONTROLLER),
   'any_fixed16': ANY | dict(sagc=dict(sizes=(16,), mode='any')),
   'any': ANY | dict(sagc=ANY_CONTROLLER),
   'snooze_dapo': SNOOZE,
@@ -278,7 +278,9 @@ def get_config(variant: str = 'sagc') -> ConfigDict:
   c.sampling = dict(temperature=1.0, max_new_tokens=v['limit'])
   c.sampler = dict(slots=v['slots'], chunk=1)
   c.scheduler = v['scheduler']
-  c.sampler_mesh = dict(data=1)  # of each engine
+  # A GPU of its own for each engine. Without a lag it makes no difference whether that
+  # is one of the learner's: they take turns.
+  c.sampler_mesh = dict(data=1)
   c.asp = dict(engines=v['engines']) | v.get('asp', {})
   for name in ('sagc', 'lengths', 'snooze', 'prune_prompts', 'prune_answers'):
     c[name] = v.get(name)

@@ -166,6 +166,9 @@ def _check_asp(c: dict[str, Any], need: Callable) -> None:
   expected = 'None or 1 with asp.lag: all engines would wait for the bundle to close'
   good = asp.lag == 0 or not dynamic or rounds in (None, 1)
   need(good, 'scheduler.max_rounds', rounds, expected)
+  expected = 'None or 1 with asp.pause_after: what pauses would be asked for again'
+  good = asp.pause_after == 0 or not dynamic or rounds in (None, 1)
+  need(good, 'scheduler.max_rounds', rounds, expected)
 
 
 def _check_choices(c: dict[str, Any], need: Callable) -> None:

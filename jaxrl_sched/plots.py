@@ -136,7 +136,7 @@ def _bar(span: Span, left: float, right: float, top: float) -> list[str]:
     f'width="{max(right - left, 0.5):.1f}" height="{_LANE - 6}">'
     f'<title>{html.escape(told)}</title></rect>'
   )
-  if not label or right - left < 7 * len(label) + 6:
+  if not label or right - left < 7 * len(label) + 1:
     return [bar]
   middle = (left + right) / 2
   return [

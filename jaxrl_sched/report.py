@@ -40,6 +40,25 @@ class Panel:
   stacked: bool = False
 
 
+_TIME = Panel(
+  'Time',
+  'seconds a step',
+  {
+    'time/generate_s': 'generate',
+    'time/reward_s': 'reward',
+    'time/learn_s': 'learn',
+    'time/idle_s': 'idle',
+    'time/other_s': 'other',
+  },
+  stacked=True,
+)
+_BESIDE = Panel(  # with a lag
+  'Time',
+  'seconds a step; sampling and learning go on at the same time, so no sum',
+  {'time/step_s': 'step'}
+  | {k: v for k, v in _TIME.keys.items() if v not in ('idle', 'other')},
+)
+
 _SECTIONS = {
   'Learning': (
     Panel(
@@ -83,18 +102,7 @@ _SECTIONS = {
     Panel('Fate of groups', 'groups a step', {'fate/*': '*'}, stacked=True),
     Panel('Datasets', 'share of the groups trained on', {'share/*': '*'}, stacked=True),
     Panel('Speed', 'tokens generated a second of the step', {'speed': 'tokens/s'}),
-    Panel(
-      'Time',
-      'seconds a step',
-      {
-        'time/generate_s': 'generate',
-        'time/reward_s': 'reward',
-        'time/learn_s': 'learn',
-        'time/idle_s': 'idle',
-        'time/other_s': 'other',
-      },
-      stacked=True,
-    ),
+    _TIME,
     Panel(
       'Idle',
       'seconds a step in which one side waits for the other',
@@ -156,7 +164,9 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
   else:
     parts.append('<p>No step has been logged in this folder yet.</p>')
   columns |= _fates(workdir / 'rollouts.jsonl')
+  lag = (config.get('asp') or {}).get('lag', 0)
   for title, panels in _SECTIONS.items():
+    panels = [_BESIDE if lag and panel is _TIME else panel for panel in panels]
     figures = ''.join(figure(panel, columns) for panel in panels)
     if figures:
       parts.append(f'<h2>{title}</h2><div class="plots">{figures}</div>')
@@ -269,7 +279,9 @@ def timeline(spans: list[Span], title: str) -> str:
   svg, cut = plots.timeline(spans)
   note = '; '.join(filter(None, ['bars bear the number of their bundle', cut]))
   legend = ''.join(
-    f'<span><i class="b{i}"></i>{kind}</span>' for i, kind in enumerate(plots.KINDS)
+    f'<span><i class="b{i}"></i>{kind}</span>'
+    for i, kind in enumerate(plots.KINDS)
+    if f'class="b{i}"' in svg
   )
   return (
     f'<figure><figcaption><h3>{title}</h3><p>{note}</p></figcaption>'
@@ -449,7 +461,8 @@ tr + tr > * { border-top: 1px solid var(--line); }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 th { color: var(--soft); }
 .numbers td, .numbers th + th { text-align: right; }
-.wide { overflow-x: auto; }
+.numbers td:first-child { text-align: left; }
+.wide { overflow-x: auto; margin-bottom: 12px; }
 .wide td, .wide th { white-space: nowrap; }
 .samples { width: 100%; margin-bottom: 16px; }
 .samples td:last-child { width: 90%; }

@@ -1,7 +1,7 @@
 """What would this config cost? Its loop and its controllers, on a simulated clock.
 
     python -m jaxrl_sched.simulate --config=FILE.py[:ARG] [--steps=N]
-      [--costs=WORKDIR [--costs-steps=A:B]] [--trace=rollouts.jsonl]
+      [--costs=WORKDIR [--costs-steps=A:B]] [--trace=WORKDIR]
       [--sweep asp.lag=0,1,2] [--seeds=N] [--out=DIR]
 
 No chip and no weights: answers are lengths and verdicts, of the config's
@@ -14,7 +14,6 @@ import argparse
 from collections.abc import Sequence
 import dataclasses
 import itertools
-import json
 import pathlib
 import shutil
 import sys
@@ -34,10 +33,22 @@ from jaxrl_sched.types import Sampling
 
 EPILOG = """\
 Any setting can be overridden: --config.asp.engines=8. --sweep runs a setting with each
-of several values (--sweep sagc.delta=0.2,0.4,0.6); several of them, all combinations.
---out receives table.md, simulate.html and metrics.jsonl of every run. Bad input ends
-with 2 and one line.
+of several values (--sweep sagc.delta=0.2,0.4,0.6); several of them (--sweep asp.lag=0,1
+sampler.slots=32,64), all combinations. Settings that only change together are not
+swept: simulate each of them (--config.asp.lag=1 --config.scheduler.max_rounds=1).
+
+Without config.sampler_mesh samplers and learner share their devices and take turns: a
+lag then gains nothing. --config.sampler_mesh={} gives the samplers devices of their own.
+
+--costs: what the steps of that run cannot tell apart (a cost a step and a cost an answer,
+say, where all steps have as many answers) is lumped together in one of the costs, and
+the others are 0. Such costs speak of settings near those of that run.
+
+--out, a new folder, receives table.md, simulate.html and metrics.jsonl of every run. Bad
+input ends with 2 and one line.
 """
+LEAST = 3  # steps to fit costs to
+MOST = 100_000  # steps, of all settings and seeds: they are kept in memory
 
 
 def simulate(
@@ -81,6 +92,7 @@ def simulate(
     overlong_filter=c['loss']['overlong_filter'],
     overlong=c['overlong'],
     kl_coef=c['loss']['kl_coef'],
+    shares_devices=c['sampler_mesh'] is None,
     share_prompt=c['learner']['share_prompt'],
     **(_packing(c['learner']) if costs.learn_batch else {}),
   )
@@ -101,9 +113,16 @@ def simulate(
   if trace is None:
     rates = [workload.pass_rates(name) for name in prompts.sizes]
     row['pass_rate'] = float(np.concatenate(rates).mean())
-  else:
-    row['recorded'] = answering.recorded / (answering.recorded + answering.drawn)
-  return Run(book=book, row=row)
+    return Run(book=book, row=row, seed=c['seed'])
+  groups = answering.recorded + answering.drawn
+  row['recorded'] = answering.recorded / max(groups, 1)
+  return Run(
+    book=book,
+    row=row,
+    seed=c['seed'],
+    recorded=answering.recorded,
+    groups=groups,
+  )
 
 
 def _packing(learner: dict[str, Any]) -> dict[str, Any]:
@@ -131,19 +150,38 @@ def datasets(blocks: dict[str, Any]) -> dict[str, Dataset]:
 
 def costs_of(c: dict[str, Any], fitted: Costs | None) -> Costs:
   """Those fitted, or else the config's."""
-  if fitted is not None:
-    return fitted
-  block = c['simulate']['costs']
-  if block is None:
+  block, keys = c['simulate']['costs'], ', '.join(_names(Costs))
+  if fitted is None and block is None:
     raise ValueError(
-      'config.simulate.costs: None, expected a block of seconds, or --costs=WORKDIR to '
-      'fit them to a run'
+      'config.simulate.costs: None, expected --costs=WORKDIR, to fit them to a run, or '
+      f'a block of seconds (--config.simulate.costs.decode_step=0.01) with some of {keys}'
     )
-  return Costs(**settings.keywords('config.simulate.costs', block, Costs))
+  key = 'config.simulate.costs' if fitted is None else '--costs'
+  found = fitted or Costs(**settings.keywords(key, block, Costs))
+  if not _nonzero(found):
+    raise ValueError(f'{key}: all are 0, expected seconds for some of {keys}')
+  return found
+
+
+def _names(of: type) -> list[str]:
+  return [field.name for field in dataclasses.fields(of)]
+
+
+def _nonzero(costs: Costs) -> dict[str, float]:
+  return {name: x for name, x in dataclasses.asdict(costs).items() if x}
+
+
+def told(costs: Costs) -> str:
+  """In one line, without those that are 0."""
+  return ', '.join(f'{name} {x:.3g}' for name, x in _nonzero(costs).items())
 
 
 def fit(workdir: pathlib.Path, steps: range | None = None) -> Costs:
-  """Costs under which a run takes what it took. `steps`: only these; None: all."""
+  """Costs under which a run takes what it took, which are told.
+
+  Args:
+    steps: only these. None: all.
+  """
   from jaxrl_sched import config
 
   # The lengths of its prompts are in no record: they are opened once more.
@@ -151,7 +189,20 @@ def fit(workdir: pathlib.Path, steps: range | None = None) -> Costs:
   if c is None:
     raise ValueError(f'--costs={workdir}: no config.json there, expected a run')
   prompts = config.prepare(config.check(c)).prompts
-  return costs_lib.fit(costs_lib.read_run(workdir, prompts=prompts, steps=steps))
+  records = costs_lib.read_run(workdir, prompts=prompts, steps=steps)
+  if len(records) < LEAST:
+    raise ValueError(
+      f'--costs={workdir}: {len(records)} of these steps are recorded whole, expected '
+      f'at least {LEAST} to fit costs to'
+    )
+  found = costs_lib.fit(records)
+  predicted, measured = costs_lib.predicted(found, records)
+  print(f'Costs in seconds: {told(found) or "none"}')
+  print(
+    f'Fitted: {len(records)} steps, predicted {predicted:.4g} s, measured '
+    f'{measured:.4g} s'
+  )
+  return found
 
 
 # --- settings -------------------------------------------------------------------------
@@ -194,16 +245,22 @@ def _values(text: str) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
   arguments, rest = _parser().parse_known_args(argv)
   try:
-    found = _run(arguments, rest)
+    if arguments.print_config:
+      _print_config(arguments, rest)
+      return 0
+    found, notes = _run(arguments, rest)
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
   cells = comparison.cells(found)
   width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
   print(summary.aligned(cells, width))
+  for note in _of_trace(found):
+    print(note)
   if arguments.out is not None:
     try:
-      comparison.write(arguments.out, pathlib.Path(arguments.config).name, found)
+      title = pathlib.Path(arguments.config).name
+      comparison.write(arguments.out, title, found, [*notes, *_of_trace(found)])
     except OSError as error:
       print(f'error: --out={arguments.out}: {error}', file=sys.stderr)
       return 2
@@ -223,8 +280,8 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument(
     '--trace',
     type=pathlib.Path,
-    metavar='rollouts.jsonl',
-    help='answers of a recorded run',
+    metavar='WORKDIR',
+    help='answers of a recorded run: its folder, or its rollouts.jsonl',
   )
   parser.add_argument(
     '--costs', type=pathlib.Path, metavar='WORKDIR', help='a run to fit costs to'
@@ -236,41 +293,112 @@ def _parser() -> argparse.ArgumentParser:
   )
   parser.add_argument('--steps', metavar='N', help="instead of the config's")
   parser.add_argument(
-    '--sweep', nargs='+', action='extend', default=[], metavar='KEY=VALUE,...'
+    '--sweep',
+    nargs='+',
+    action='extend',
+    default=[],
+    metavar='KEY=VALUE,...',
+    help='a setting with each value; several settings: all combinations',
   )
-  parser.add_argument('--seeds', type=int, default=1, metavar='N')
-  parser.add_argument('--out', type=pathlib.Path, metavar='DIR')
+  parser.add_argument(
+    '--seeds', type=int, default=1, metavar='N', help="runs of each, from config's seed"
+  )
+  parser.add_argument('--out', type=pathlib.Path, metavar='DIR', help='a new folder')
+  parser.add_argument(
+    '--print-config', action='store_true', help='every key with its value; then end'
+  )
   return parser
 
 
-def _run(arguments: argparse.Namespace, rest: list[str]) -> dict[str, list[Run]]:
-  """Setting -> what came of it, with each seed."""
-  from jaxrl_sched import config, train
+def _print_config(arguments: argparse.Namespace, rest: list[str]) -> None:
+  """As `train` does it; what is left out of `simulate` is told beside it."""
+  from jaxrl_sched import config
+
+  c = config.read(arguments.config, _common(arguments, rest))
+  block = c['simulate']
+  if block['costs'] is None:
+    print(f'simulate.costs, in seconds: {", ".join(_names(Costs))}', file=sys.stderr)
+  else:
+    block['costs'] = settings.keywords('config.simulate.costs', block['costs'], Costs)
+  if block['workload'] is None:
+    keys = settings.keywords('', {}, Dataset)
+    defaults = ', '.join(f'{key} {value}' for key, value in keys.items())
+    print(f'simulate.workload.NAME: {defaults}', file=sys.stderr)
+  else:
+    found = datasets(block['workload'])
+    block['workload'] = {name: dataclasses.asdict(d) for name, d in found.items()}
+  print(settings.dumps(c), end='')
+
+
+def _common(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, str]]:
+  """What is overridden in all settings."""
+  from jaxrl_sched import train
+
+  found = train.overrides(rest)
+  if arguments.steps is not None:
+    found.append(('steps', arguments.steps))
+  return found
+
+
+def _of_trace(found: dict[str, list[Run]]) -> list[str]:
+  """Of each setting for which the trace could not answer all."""
+  notes = []
+  for name, runs in found.items():
+    recorded, groups = (
+      sum(getattr(r, k) for r in runs) for k in ('recorded', 'groups')
+    )
+    if recorded < groups:
+      notes.append(
+        f'{name}: {recorded:,} of {groups:,} groups are answered as recorded, '
+        f'{groups - recorded:,} are drawn from other groups of the trace'
+      )
+  return notes
+
+
+def _run(
+  arguments: argparse.Namespace, rest: list[str]
+) -> tuple[dict[str, list[Run]], list[str]]:
+  """Setting -> what came of it, with each seed; and what it was made of."""
+  from jaxrl_sched import config
 
   if arguments.seeds < 1:
     raise ValueError(f'--seeds={arguments.seeds}: expected at least 1')
-  common = train.overrides(rest)
-  if arguments.steps is not None:
-    common.append(('steps', arguments.steps))
+  common, trace = _common(arguments, rest), arguments.trace
+  if trace is not None and trace.is_dir():
+    trace = trace / 'rollouts.jsonl'
   chosen = {}
   for values in swept(arguments.sweep):
     name = ', '.join(f'{key}={value}' for key, value in values)
     c = config.read(arguments.config, [*common, *values])
     chosen[name or pathlib.Path(arguments.config).name.replace('.py', '')] = c
+  steps = arguments.seeds * sum(c['steps'] for c in chosen.values())
+  if steps > MOST:
+    raise ValueError(
+      f'{steps:,} steps to be simulated (settings x seeds x config.steps), expected at '
+      f'most {MOST:,}: all are kept in memory'
+    )
+  if arguments.out is not None:  # before what takes long
+    comparison.make_new(arguments.out)
   fitted, part = None, arguments.costs_steps
   if part is not None and arguments.costs is None:
     raise ValueError(f'--costs-steps={part}: expected with --costs=WORKDIR only')
   if arguments.costs is not None:
     fitted = fit(arguments.costs, None if part is None else steps_between(part))
-    print(f'Costs: {json.dumps(dataclasses.asdict(fitted))}')
   every = {name: costs_of(c, fitted) for name, c in chosen.items()}
   found = {}
   for name, c in chosen.items():
     seeds = range(c['seed'], c['seed'] + arguments.seeds)
-    found[name] = [
-      simulate(c | {'seed': seed}, every[name], arguments.trace) for seed in seeds
-    ]
-  return found
+    found[name] = [simulate(c | {'seed': seed}, every[name], trace) for seed in seeds]
+  source = 'of the config' if fitted is None else f'fitted to {arguments.costs}'
+  notes = [
+    f'{arguments.seeds} seeds: the mean, and in brackets the smallest and the largest'
+    if arguments.seeds > 1
+    else 'One seed',
+    f'Costs {source}, in seconds: '
+    + '; '.join(dict.fromkeys(told(costs) for costs in every.values())),
+    'Synthetic answers' if trace is None else f'Answers of {trace}',
+  ]
+  return found, notes
 
 
 if __name__ == '__main__':

@@ -504,6 +504,10 @@ def test_bad_controllers_are_refused(overrides, message):
       'config.scheduler.max_rounds: 2, expected None or 1 with asp.lag: all engines',
     ),
     (
+      ['asp.pause_after=8'],
+      'config.scheduler.max_rounds: 2, expected None or 1 with asp.pause_after: what',
+    ),
+    (
       ['asp.window=4'],
       "config.loss.averaging: 'token', expected 'group', 'sequence' or 'constant' with",
     ),

@@ -174,7 +174,7 @@ def test_the_last_steps_are_drawn_as_a_timeline(tmp_path):
   )
   page = write_report(tmp_path).read_text('utf-8')
   seen = words(page)
-  assert 'Timeline The last steps' in seen and 'generate load learn' in seen
+  assert 'Timeline The last steps' in seen and 'generate learn' in seen
   assert 'learner: learn 39, 1 s' in page and 'learner: learn 28, 1 s' in page
   assert 'learn 27' not in page  # twelve bundles
   assert 'Idle' in seen and 'sampler 0.5' in seen
@@ -197,6 +197,16 @@ def test_evaluations_among_the_last_steps_are_drawn(tmp_path):
   # Bundles 28 to 39 are drawn: with them the evaluation of step 32, and no other.
   assert page.count('engine 0: evaluate, 10 s') == 1
   assert 'generate 28, 3 s' in page and 'generate 27' not in page and '>-1<' not in page
+
+
+def test_with_a_lag_what_goes_on_at_the_same_time_is_not_summed(tmp_path):
+  """1 s to generate and 0.5 s to learn, in steps of 2 s."""
+  lines = [full_line(step) for step in range(3)]
+  seen = words(fill(tmp_path, lines, config={'asp': {'lag': 1}}))
+  assert 'generate 1 learn 0.5' in seen and 'step 2' in seen and 'no sum' in seen
+  assert 'other 0.5' not in seen
+  seen = words(fill(tmp_path, lines, config={'asp': {'lag': 0}}))
+  assert 'generate 1 learn 0.5 other 0.5' in seen and 'no sum' not in seen
 
 
 def test_config_blocks_are_shown_whole(tmp_path):
@@ -319,6 +329,17 @@ def test_bars_of_a_timeline_stand_at_their_seconds_in_their_lanes():
   # The load is far too short for its number; the others bear theirs.
   numbers = [n.text for n in ET.fromstring(svg).iter('text') if n.get('class') == 'in']
   assert numbers == ['0', '0', '0']
+
+
+def test_a_bar_that_is_wide_enough_bears_its_number():
+  """Of 20 bars, with as much between them; each is about 26 wide, or 14 for 39."""
+  for width, count in ((1.0, 12), (0.45, 12), (0.1, 0)):
+    spans = [
+      Span('learner', 'learn', j, 2.0 * j, 2.0 * j + width) for j in range(20, 40)
+    ]
+    svg, _ = plots.timeline(spans)
+    numbers = [n for n in ET.fromstring(svg).iter('text') if n.get('class') == 'in']
+    assert len(numbers) == count, width
 
 
 def test_a_timeline_has_twelve_lanes_and_twelve_bundles():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_sched import checks, config, controllers, loop, simulate
-from jaxrl_sched.comparison import Run, cells
+from jaxrl_sched.comparison import Run, cells, folders
 from jaxrl_sched.metrics import Recorder, read_jsonl, to_json
 from jaxrl_sched.sim import Costs, Dataset, SimEngine, Workload, summary
 from jaxrl_sched.types import Sampling
@@ -65,10 +65,16 @@ def run(file, **settings):
 
 @pytest.mark.parametrize('lag', [0, 1, 2])
 @pytest.mark.parametrize('slots, g', [(32, 100), (16, 200), (8, 400)])
-def test_alike_steps_take_what_the_closed_form_says(file, lag, slots, g):
-  row = run(file, asp__lag=lag, sampler__slots=slots)
+@pytest.mark.parametrize('is_shared', [False, True])
+def test_alike_steps_take_what_the_closed_form_says(file, lag, slots, g, is_shared):
+  mesh = None if is_shared else {}
+  row = run(file, asp__lag=lag, sampler__slots=slots, sampler_mesh=mesh)
   t, steps = 60, 5
-  expected = g + (steps - 1) * max(g, t) + t if lag else steps * (g + t)
+  apart = g + (steps - 1) * max(g, t) + t
+  expected = apart if lag and not is_shared else steps * (g + t)
+  if is_shared:  # the engine is at work whenever the learner is not
+    assert row['ordering'] == pytest.approx(t / (g + t))
+    assert row['trainer'] == pytest.approx(g / (g + t))
   assert row['wall'] == pytest.approx(expected)
   assert row['steps'] == steps and row['groups'] == 4 * steps
   assert row['rollouts'] == 32 * steps and row['tokens'] == 3200 * steps
@@ -87,6 +93,31 @@ def test_idle_time_is_whose_it_is(file):
   # Half of the slots stand empty, all the while the others are at work.
   row = run(file, sampler__slots=64)
   assert row['padding'] == pytest.approx(0.5 * 100 / 160)
+
+
+@pytest.mark.parametrize('is_shared', [False, True])
+@pytest.mark.parametrize('lag', [0, 1])
+def test_no_step_waits_longer_than_it_takes(file, lag, is_shared):
+  """Not even where the one before was full of carried groups, and sampled nothing."""
+  pairs = [('steps', '30'), ('asp.lag', str(lag)), ('scheduler.groups_per_step', '1')]
+  pairs += [('sampler_mesh', 'None' if is_shared else '{}')]
+  c = config.read(f'{file}:varied', pairs)
+  found = simulate.simulate(c, Costs(decode_step=1.0, learn_step=60.0, load=2.0))
+  idle, took, groups = (
+    found.book.column(key)[:-1]
+    for key in ('time/idle_s/sampler', 'time/step_s', 'rollout/groups_generated')
+  )
+  assert (idle >= -1e-9).all() and (idle <= took + 1e-9).all()
+  assert (groups == 0).any() or lag  # carried groups are dropped with a lag
+  waits = (found.row['skew'] + found.row['ordering']) * found.row['wall']
+  assert idle.sum() == pytest.approx(waits)
+
+
+def test_paused_groups_do_not_grow_without_end(file, monkeypatch):
+  """Dynamic sampling asks for others while they pause, more than can go on."""
+  monkeypatch.setattr('jaxrl_sched.sim.engine.MOST_PAUSED', 100)
+  with pytest.raises(ValueError, match='asp.pause_after: .* groups are paused at step'):
+    run(f'{file}:varied', asp__pause_after=1, steps=30)
 
 
 @pytest.mark.parametrize('kl_coef, wall', [(0.0, 500), (0.1, 800)])
@@ -171,6 +202,10 @@ def test_columns_that_do_not_fit_go_below():
   )
 
 
+def page_of(folder):
+  return (folder / 'simulate.html').read_text('utf-8')
+
+
 def test_a_sweep_with_seeds_is_a_table_and_a_page(file, tmp_path, capsys):
   out = tmp_path / 'out'
   arguments = [f'--config={file}:varied', '--steps=4', '--seeds=2', f'--out={out}']
@@ -181,11 +216,13 @@ def test_a_sweep_with_seeds_is_a_table_and_a_page(file, tmp_path, capsys):
   table = (out / 'table.md').read_text()
   for name in names:
     assert name in told and f'| {name} |' in table
+    assert page_of(out).count(f'<td>{name}</td>') > 1  # the table is folded
     for seed in (0, 1):
       folder = out / name.replace(' ', '_') / f'seed{seed}'
       lines = read_jsonl(folder / 'metrics.jsonl')
       assert [line['step'] for line in lines] == [0, 1, 2, 3, 4]
-  page = (out / 'simulate.html').read_text('utf-8')
+  page = page_of(out)
+  assert '</i>evaluate' not in page  # none of the bars
   svgs = re.findall(r'<svg.*?</svg>', page, flags=re.S)
   for svg in svgs:
     ET.fromstring(svg)
@@ -218,7 +255,9 @@ def recorded(file, workdir, **settings):
 
 
 def record(c, scheduler, workload, costs, workdir):
-  engine = SimEngine(workload, costs, slots=c['sampler']['slots'])
+  is_shared = c['sampler_mesh'] is None
+  slots = c['sampler']['slots']
+  engine = SimEngine(workload, costs, slots=slots, shares_devices=is_shared)
   with Recorder(
     workdir, steps=c['steps'], tensorboard=False, console=False
   ) as recorder:
@@ -254,6 +293,26 @@ def test_a_run_on_its_own_trace_decides_the_same(file, tmp_path, lag):
   assert sum(line.get('rollout/groups_filtered', 0) for line in lines) > 0
 
 
+def test_it_is_told_how_much_of_a_trace_fits(file, tmp_path, capsys):
+  """Two steps are recorded, of 4 groups each, and three are simulated."""
+  recorded(file, tmp_path / 'run', steps=2)
+  arguments = [f'--config={file}', f'--trace={tmp_path / "run"}']
+  assert simulate.main([*arguments, '--steps=2']) == 0
+  assert 'groups are answered' not in capsys.readouterr().out
+  arguments += ['--seeds=2', '--steps=3', f'--out={tmp_path / "out"}']
+  assert simulate.main(arguments) == 0
+  # The second seed draws others; of 12 groups, what the lot made the same is as then.
+  found = re.search(
+    r'toy: (\d+) of 24 groups are answered as recorded, (\d+) are drawn from other',
+    capsys.readouterr().out,
+  )
+  assert int(found[1]) + int(found[2]) == 24 and 8 <= int(found[1]) <= 16
+  page = (tmp_path / 'out' / 'simulate.html').read_text('utf-8')
+  assert '<p>2 seeds: ' in page and found[0] in page
+  assert 'in seconds: decode_step 1, learn_step 60.' in page
+  assert f'Answers of {tmp_path / "run" / "rollouts.jsonl"}.' in page
+
+
 def test_costs_are_fitted_to_the_steps_that_are_named(file, tmp_path, capsys):
   """Loading the weights took 1 s, and from step 3 on 3 s."""
   smoke = f'{ROOT}/configs/smoke.py'
@@ -268,14 +327,26 @@ def test_costs_are_fitted_to_the_steps_that_are_named(file, tmp_path, capsys):
   for line in lines[:6]:
     line['time/load_s'] = 1.0 if line['step'] < 3 else 3.0
   metrics.write_text(''.join(json.dumps(line) + '\n' for line in lines))
-  for part, load in (
-    ([], 2.0),
-    (['--costs-steps=0:3'], 1.0),
-    (['--costs-steps=3:6'], 3.0),
+  steps = sum(
+    line[f'time/{what}_s']
+    for line in lines[:3]
+    for what in ('generate', 'reward', 'learn', 'idle')
+  )
+  for part, count, load in (
+    ([], 6, '2'),
+    (['--costs-steps=0:3'], 3, '1'),
+    (['--costs-steps=3:6'], 3, '3'),
   ):
     assert simulate.main([f'--config={file}', f'--costs={tmp_path}', *part]) == 0
-    told = re.search(r'^Costs: (.*)$', capsys.readouterr().out, flags=re.M)[1]
-    assert json.loads(told)['load'] == pytest.approx(load)
+    told = capsys.readouterr().out
+    costs = re.search(r'^Costs in seconds: (.*)$', told, flags=re.M)[1].split(', ')
+    assert f'load {load}' in costs and not any(cost.endswith(' 0') for cost in costs)
+    fitted = re.search(r'Fitted: (.*) steps, predicted (.*) s, measured (.*) s', told)
+    assert int(fitted[1]) == count
+    # The sum is right, whatever is charged to what.
+    assert float(fitted[2]) == pytest.approx(float(fitted[3]), rel=2e-3)
+    if part == ['--costs-steps=0:3']:
+      assert float(fitted[3]) == pytest.approx(3 * 1.0 + steps, rel=1e-3)
   arguments = [f'--config={file}', f'--costs={tmp_path}', '--costs-steps=6:9']
   assert simulate.main(arguments) == 2
   assert 'none of these steps is recorded whole' in capsys.readouterr().err
@@ -291,8 +362,16 @@ def test_costs_are_fitted_to_the_steps_that_are_named(file, tmp_path, capsys):
     (['--sweep', 'asp.lag'], '--sweep asp.lag: expected KEY=VALUE,VALUE,...'),
     (['--sweep', 'asp.lga=1,2'], "unknown key 'lga'; did you mean 'lag'?"),
     (['--sweep', 'asp.lag=0,-1'], 'config.asp.lag: -1, expected a whole number'),
+    (['--config.asp.lag=1000001'], 'config.asp.lag: 1000001, expected a whole number'),
+    (['--config.asp.spare=65537'], 'of at least 0, at most 65536'),
     (['--seeds=0'], '--seeds=0: expected at least 1'),
-    (['--config.simulate.costs=None'], 'config.simulate.costs: None, expected'),
+    (['--config.simulate.costs=None'], 'None, expected --costs=WORKDIR, to fit them'),
+    (['--config.simulate.costs=None'], 'with some of decode_step, decode_row, '),
+    (['--config.simulate.costs={}'], 'config.simulate.costs: all are 0, expected'),
+    (['--seeds=20001'], '100,005 steps to be simulated'),
+    (['--steps=1000000000'], '1,000,000,000 steps to be simulated'),
+    (['--config.simulate.workload.sums.count=10**8'], 'workload.sums.count'),
+    (['--config.simulate.workload.sums.count=100000000'], 'expected at most 10000000'),
     (['--config.simulate.costs.laod=1'], "did you mean 'load'?"),
     (['--config.simulate.costs.load=-1'], 'costs.load: -1'),
     (['--config.simulate.workload.sums.medain=1'], "did you mean 'median'?"),
@@ -313,12 +392,132 @@ def test_bad_input_is_one_line_and_code_2(file, arguments, expected, capsys):
   assert expected in error
 
 
+@pytest.mark.parametrize('name', ['table.md', 'checkpoints'])
+def test_a_folder_that_is_in_use_is_left_as_it_is(file, tmp_path, name, capsys):
+  (tmp_path / 'out').mkdir()
+  (tmp_path / 'out' / name).write_text('mine')
+  assert simulate.main([f'--config={file}', f'--out={tmp_path / "out"}']) == 2
+  error = capsys.readouterr().err
+  assert f'has {name!r} in it, expected a new or an empty folder' in error
+  assert error.count('\n') == 1
+  assert [p.name for p in (tmp_path / 'out').iterdir()] == [name]
+  assert (tmp_path / 'out' / name).read_text() == 'mine'
+
+
+@pytest.mark.parametrize(
+  'out, said', [('file', 'a file, expected'), ('file/out', 'cannot be written: ')]
+)
+def test_where_nothing_can_be_written_nothing_runs(
+  file, tmp_path, monkeypatch, out, said, capsys
+):
+  (tmp_path / 'file').write_text('mine')
+  monkeypatch.delattr(simulate, 'simulate')
+  assert simulate.main([f'--config={file}', f'--out={tmp_path / out}']) == 2
+  error = capsys.readouterr().err
+  assert said in error and error.count('\n') == 1
+  assert (tmp_path / 'file').read_text() == 'mine'
+
+
+def test_every_setting_and_seed_has_a_folder_of_its_own(file, tmp_path):
+  out = tmp_path / 'out'
+  arguments = ['--sweep', 'simulate.workload.sums.count=64, 64', '--seeds=2']
+  arguments += ['--config.seed=7', f'--out={out}']
+  assert simulate.main([f'--config={file}', *arguments]) == 0
+  found = sorted(str(path.parent.relative_to(out)) for path in out.rglob('*.jsonl'))
+  names = [f'simulate.workload.sums.count={count}' for count in ('64', '_64')]
+  assert found == [f'{name}/seed{seed}' for name in names for seed in (7, 8)]
+
+
+def test_names_of_folders_are_short_and_no_two_are_the_same():
+  names = [
+    'a=[1]',
+    'a=(1)',
+    'A=(1)',
+    'a=_1__2',
+    'table.md',
+    'x' * 500,
+    'x' * 501,
+    'ä/b',
+  ]
+  found = folders(names)
+  assert list(found) == names
+  assert len({name.lower() for name in found.values()} | {'table.md'}) == 9
+  assert all(len(name.encode()) < 130 and '/' not in name for name in found.values())
+  assert [found[name] for name in names[:4]] == [
+    'a=_1_', 'a=_1__2', 'A=_1__3', 'a=_1__2_2'
+  ]  # fmt: skip
+
+
+def test_the_group_size_is_that_of_kept_answers(file):
+  row = run(file, asp__spare=2, asp__lag=1)
+  assert row['size'] == 8 and row['rollouts'] == 10 * 4 * 5
+
+
+def test_the_config_is_printed_with_the_keys_of_costs_and_datasets(file, capsys):
+  assert simulate.main([f'--config={file}', '--steps=7', '--print-config']) == 0
+  told = capsys.readouterr()
+  c = json.loads(told.out)
+  assert c['steps'] == 7 and c['simulate']['costs']['learn_step'] == 60.0
+  assert c['simulate']['costs']['load'] == 0.0  # as it is by default
+  assert c['simulate']['workload']['sums']['median'] == 99.5
+  assert c['simulate']['workload']['sums']['growth'] == 0.0 and told.err == ''
+  arguments = [f'--config={ROOT}/configs/quickstart.py', '--print-config']
+  assert simulate.main(arguments) == 0
+  told = capsys.readouterr()
+  assert json.loads(told.out)['simulate'] == {'costs': None, 'workload': None}
+  costs, workload = told.err.splitlines()
+  assert costs.startswith('simulate.costs, in seconds: decode_step, decode_row, ')
+  assert workload.startswith('simulate.workload.NAME: count 1000, weight 1.0, ')
+
+
+@pytest.mark.parametrize(
+  'asp, key',
+  [
+    ({'pause_after': 60}, 'pause_after'),
+    ({'spare': 1, 'first_finished': True}, 'first_finished'),
+  ],
+)
+def test_a_run_that_did_not_keep_all_answers_is_no_trace(
+  file, tmp_path, asp, key, capsys
+):
+  how = {f'asp__{key}': value for key, value in asp.items()}
+  recorded(f'{file}:varied', tmp_path, steps=3, asp__lag=1, **how)
+  (tmp_path / 'config.json').write_text(json.dumps({'asp': asp}))
+  own = [f'--config.asp.{key}={value}' for key, value in asp.items()]
+  arguments = [f'--config={file}:varied', '--config.asp.lag=1', f'--trace={tmp_path}']
+  for more in ([], own):
+    assert simulate.main([*arguments, *more]) == 2
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and f'asp.{key}: the record does not say' in error
+  (tmp_path / 'config.json').unlink()  # from what is recorded alone
+  assert simulate.main([*arguments, *own]) == 2
+  error = capsys.readouterr().err
+  assert error.count('\n') == 1 and f'asp.{key}: the record does not say' in error
+  assert 'rollouts.jsonl:' in error
+
+
+@pytest.mark.parametrize('steps', ['0:2', '5:9'])
+def test_costs_are_not_fitted_to_two_steps(file, tmp_path, steps, capsys):
+  c = config.read(f'{ROOT}/configs/smoke.py', [('steps', '6')])
+  opened = config.prepare(c)
+  sizes = opened.prompts.sizes
+  workload = Workload({name: Dataset(count=n, median=9) for name, n in sizes.items()})
+  record(c, opened.scheduler, workload, Costs(decode_step=0.01), tmp_path)
+  (tmp_path / 'config.json').write_text(to_json(c))
+  arguments = [f'--config={file}', f'--costs={tmp_path}', f'--costs-steps={steps}']
+  assert simulate.main(arguments) == 2
+  error = capsys.readouterr().err
+  assert 'recorded whole, expected at least 3' in error and error.count('\n') == 1
+
+
 @pytest.mark.parametrize(
   'change, expected',
   [
     ({'dataset': 'others', 'prompt_id': 'others/1'}, 'others'),
     ({'lengths': [-3] * 8}, 'lengths'),
     ({'colour': 1}, 'colour'),
+    ({'verdicts': [1.5] * 8}, 'verdicts'),
+    ({'finish': ['paused'] * 8}, 'asp.pause_after'),
   ],
 )
 def test_a_strange_trace_is_refused_by_its_line(
@@ -339,7 +538,8 @@ def finished(wall, *steps):
   book = summary.Book()
   for step, (rollouts, seconds) in enumerate(steps):
     book.log(step, {'rollout/answers_generated': rollouts, 'time/step_s': seconds})
-  return Run(book=book, row={'wall': wall, 'rollouts': sum(r for r, _ in steps)})
+  row = {'wall': wall, 'rollouts': sum(rollouts for rollouts, _ in steps)}
+  return Run(book=book, row=row, seed=0)
 
 
 def test_time_at_equal_rollouts_is_read_between_two_steps():
@@ -357,6 +557,7 @@ def test_ratios_are_taken_seed_by_seed():
     'o': [finished(20.0, (1, 1.0)), finished(10.0, (1, 1.0))],
   }
   assert bench.ratio(runs, 'b', 'o', bench.wall) == '2.50 [2.00, 3.00]'
+  assert bench.both_times(runs, 'b', 'o') == '0.0 h to 0.0 h: 2.50 [2.00, 3.00]'
 
 
 def test_the_papers_variants_are_all_sound(monkeypatch):
@@ -369,6 +570,9 @@ def test_the_papers_variants_are_all_sound(monkeypatch):
     c = config.read(f'{ROOT}/configs/papers.py:{variant}', [('steps', '2')])
     c['scheduler']['groups_per_step'] = 16
     found[variant] = [simulate.simulate(c, simulate.costs_of(c, None))]
+    assert c['sampler_mesh'] is not None  # where both are at work, on GPUs of their own
+  assert {name for row in bench.ROWS for name in row[1:3]} <= found.keys()
+  assert {name for stages in bench.STAGES.values() for name in stages} <= found.keys()
   assert len(cells(found)) == len(found) + 1
   for runs in found.values():
     assert 0 < runs[0].row['wall'] < math.inf

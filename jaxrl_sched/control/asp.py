@@ -20,6 +20,8 @@ from jaxrl_sched.types import Relief, Share
 
 ORDERS = ('shuffled', 'ascending', 'johnson', 'levelled', 'auto')
 WORTHWHILE = 0.98  # of the time of `shuffled`, for `auto` to take another order
+# Far beyond what can be meant; memory and time grow with them.
+_MOST = {'lag': 10**6, 'window': 65536, 'engines': 65536, 'spare': 65536}
 _PURPOSE = 3606  # of our random numbers, apart from those of others with our seed
 
 
@@ -62,10 +64,11 @@ class Asp:
     """
     least = {'lag': 0, 'window': 1, 'engines': 1, 'spare': 0, 'pause_after': 0}
     own = vars(self)
-    for name, bound in least.items():
-      value = own[name]
-      good = _is_whole(value) and value >= bound
-      _need(good, name, value, f'a whole number of at least {bound}')
+    for name, low in least.items():
+      value, high = own[name], _MOST.get(name, math.inf)
+      good = _is_whole(value) and low <= value <= high
+      most = f', at most {high}' if name in _MOST else ''
+      _need(good, name, value, f'a whole number of at least {low}{most}')
     for name in ('refill', 'first_finished'):
       _need(isinstance(own[name], bool), name, own[name], 'True or False')
     _need(self.order in ORDERS, 'order', self.order, f'one of {", ".join(ORDERS)}')

@@ -48,8 +48,8 @@ class Scheduler:
       that `sagc` keeps to under hold='rollouts'; it begins with this size. (A carried
       group keeps the size it has, and stands for one of its stream's.)
     dynamic_sampling: False trains on every group.
-    max_rounds: of a bundle; None: 8 without a lag, else 1. With a lag there is no other:
-      all engines would wait for the bundle to close.
+    max_rounds: of a bundle; None: 8, or 1 where answers pause or there is a lag, for
+      which all engines would wait for the bundle to close.
     surplus: 'carry' or 'drop'; None: 'carry' without a lag, else 'drop'.
     quotas: False takes useful groups from whatever stream they come.
     borrow: fill what a stream could not give with surplus of others.
@@ -93,7 +93,7 @@ class Scheduler:
   ):
     asp = Asp() if asp is None else asp
     if max_rounds is None:
-      max_rounds = 1 if asp.lag else 8
+      max_rounds = 1 if asp.lag or asp.pause_after else 8
     if surplus is None:
       surplus = 'drop' if asp.lag else 'carry'
     if groups_per_step < 1 or max_rounds < 1:
@@ -105,8 +105,11 @@ class Scheduler:
       raise ValueError(f"scheduler.surplus: {surplus!r}, expected 'carry' or 'drop'")
     if borrow and not quotas:
       raise ValueError('scheduler.borrow: True, expected False without quotas')
-    if asp.lag and max_rounds > 1 and dynamic_sampling:
-      raise ValueError(f'scheduler.max_rounds: {max_rounds}, expected 1 with asp.lag')
+    if (asp.lag or asp.pause_after) and max_rounds > 1 and dynamic_sampling:
+      # Groups that pause would be asked for again, round after round, and pile up.
+      raise ValueError(
+        f'scheduler.max_rounds: {max_rounds}, expected 1 with asp.lag or asp.pause_after'
+      )
     self._rollouts = groups_per_step * group_size
     if asp.window > 1:
       check_window(asp, source, sagc, quotas=quotas)

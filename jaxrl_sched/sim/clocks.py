@@ -14,7 +14,7 @@ IDLE = ('padding', 'skew', 'ordering')
 PARTS = ('busy', 'load', *IDLE)  # of an engine's time
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Times:
   """Of a round: when each of E engines does what, and seconds of it."""
 
@@ -22,6 +22,7 @@ class Times:
   begins: np.ndarray  # [E] it has all it needs,
   starts: np.ndarray  # [E] has loaded the weights,
   ends: np.ndarray  # [E] and has done its share
+  stops: list[tuple[float, float]]  # from when to when whoever is at it stands still
   parts: dict[str, np.ndarray]  # of PARTS -> [E], since the end of what came before
   generate: float  # of the slowest engine
   load: float
@@ -33,9 +34,24 @@ class Times:
     columns = (column.tolist() for column in (self.begins, self.starts, self.ends))
     for e, (begin, start, end) in enumerate(zip(*columns, strict=True)):
       for what, a, b in (('load', begin, start), ('generate', start, end)):
+        for stop, again in self.stops:
+          if a < stop < b:
+            found.append(Span(f'engine {e}', what, self.bundle, a, stop))
+          if a <= stop < b:
+            a = again
         if b > a:
           found.append(Span(f'engine {e}', what, self.bundle, a, b))
     return found
+
+  def stand_still(self, now: float, seconds: float) -> np.ndarray:
+    """Whoever has not ended goes on so much later. Returns who, [E] bool."""
+    late = self.ends > now
+    if late.any():
+      self.stops.append((now, now + seconds))
+    for name in ('begins', 'starts', 'ends'):
+      column = getattr(self, name)
+      setattr(self, name, column + seconds * (late & (column >= now)))
+    return late
 
 
 class Clocks:
@@ -53,6 +69,8 @@ class Clocks:
     self._loaded: int | None = None  # bundle that they have the weights of
     self._counted = np.zeros(engines)  # until when `_parts` speak
     self._parts = {name: np.zeros(engines) for name in PARTS}
+    self._under_way: list[Times] = []  # not counted yet
+    self._idle = np.zeros(engines)  # until `_ends`
 
   def put(self, bundle: int, version: int, works: Sequence[Work], now: float) -> Times:
     """Gives the engines a round that is submitted now, when its weights are there."""
@@ -74,28 +92,49 @@ class Clocks:
       'skew': skew,
       'ordering': begins - self._ends - skew,
     }
+    self._idle += begins - self._ends
     self._ends = starts + gen
-    return Times(
+    times = Times(
       bundle=bundle,
       begins=begins,
       starts=starts,
       ends=self._ends,
+      stops=[],
       parts=parts,
       generate=float(gen.max()),
       load=load,
       places=float(places.sum()),
       tokens=float(tokens.sum()),
     )
+    self._under_way.append(times)
+    return times
+
+  def stand_still(self, now: float, seconds: float) -> None:
+    """The trainer has the engines' devices from now on; then they go on."""
+    waits = np.zeros(self.engines, bool)
+    for times in self._under_way:
+      late = times.stand_still(now, seconds)
+      times.parts['ordering'] = times.parts['ordering'] + seconds * (late & ~waits)
+      waits |= late
+    self._ends = self._ends + seconds * waits
+    self._idle += seconds * waits
 
   def count(self, times: Times) -> None:
     """This round is done; to be called in the order of `put`."""
     for name in PARTS:
       self._parts[name] += times.parts[name]
     self._counted = times.ends
+    self._under_way.remove(times)
 
   def forget(self) -> None:
     """All rounds that are not counted."""
     self._ends = self._counted.copy()
+    self._idle = self._parts['skew'] + self._parts['ordering']
+    self._under_way = []
+
+  def idle(self, now: float) -> float:
+    """Seconds so far in which a mean engine waited, for others or for work."""
+    return float((self._idle + np.maximum(now - self._ends, 0.0)).mean())
 
   def totals(self, now: float) -> dict[str, np.ndarray]:
     """PARTS -> [E] seconds so far, which sum to `now` where nothing is under way."""

@@ -75,6 +75,22 @@ def fit(records: Sequence[StepTimes]) -> Costs:
   return Costs(**found)
 
 
+def predicted(costs: Costs, records: Sequence[StepTimes]) -> tuple[float, float]:
+  """What these steps take by the costs, and what they took, in seconds."""
+  told = taken = 0.0
+  for r in records:
+    for names, counts in (
+      (GENERATE, r.generate),
+      (REWARD, r.reward),
+      (HOST, r.host),
+      (LEARN, r.learn),
+    ):
+      told += float(counts @ costs.of(names))
+    told += costs.load * (r.load_s is not None)
+    taken += r.generate_s + r.reward_s + r.overhead_s + r.learn_s + (r.load_s or 0.0)
+  return told, taken
+
+
 def _fit(features: np.ndarray, times: np.ndarray) -> np.ndarray:
   """[k] >= 0 for features [n, k] and times [n].
 
@@ -108,7 +124,7 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if slope[best] <= small:
       break
     is_in[best] = True
-    while True:
+    while is_in.any():  # one less each time
       full = np.zeros_like(x)
       full[is_in] = np.linalg.lstsq(a[:, is_in], b, rcond=1e-10)[0]
       bad = is_in & (full <= 0)
@@ -116,12 +132,11 @@ def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         break
       # As far towards it as all stay at 0 or above; who gets to 0 leaves.
       gap = x[bad] - full[bad]
-      share = np.divide(x[bad], gap, out=np.zeros_like(gap), where=gap > 0).min()
-      x = x + share * (full - x)
+      shares = np.divide(x[bad], gap, out=np.zeros_like(gap), where=gap > 0)
+      x = x + shares.min() * (full - x)
       is_in &= x > 1e-14 * max(1e-30, float(x.max()))
+      is_in[np.flatnonzero(bad)[shares.argmin()]] = False
       x[~is_in] = 0.0
-      if not is_in.any():
-        full = np.zeros_like(x)
-        break
+      full = x
     x = full
   return x

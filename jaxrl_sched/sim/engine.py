@@ -23,6 +23,9 @@ from jaxrl_sched.sim.groups import trained, whole_groups
 from jaxrl_sched.sim.workload import ABORTED, Answers
 from jaxrl_sched.types import Group, Lesson, Relief, Request
 
+MOST_ANSWERS = 4_000_000  # on their way at a time, all rounds together
+MOST_PAUSED = 100_000  # groups; they are all kept, with what they have got so far
+
 
 class Answering(Protocol):
   """What the engine asks of a workload."""
@@ -58,6 +61,8 @@ class SimEngine:
     overlong_filter: truncated answers are not trained on.
     overlong: keyword arguments of `overlong_penalty` but for the limit, or None.
     kl_coef: of the loss; above 0 there is an update without any advantage too.
+    shares_devices: engines and trainer are on the same ones, and take turns: what is
+      being generated stands still while the trainer learns.
 
   Attributes:
     step: updates done so far.
@@ -77,6 +82,7 @@ class SimEngine:
     overlong_filter: bool = False,
     overlong: dict[str, Any] | None = None,
     kl_coef: float = 0.0,
+    shares_devices: bool = False,
   ):
     for name, value in dict(slots=slots, chunk=chunk).items():
       if type(value) is not int or value < 1:
@@ -88,12 +94,14 @@ class SimEngine:
       rows=rows, row_tokens=row_tokens, window=window, share_prompt=share_prompt
     )
     self._overlong, self._overlong_filter = overlong, overlong_filter
-    self._has_penalty = kl_coef > 0
+    self._has_penalty, self._shares_devices = kl_coef > 0, shares_devices
     self._clock = 0.0  # of the trainer
     self._on_their_way: list[_Round] = []
     self._clocks: Clocks | None = None  # of the engines, once it is known how many
     self._collected: dict[int, list[_Round]] = {}  # bundle -> rounds
     self._waited = 0.0  # by the trainer, since the last update
+    self._idle = 0.0  # of a mean engine, until then
+    self._paused = 0  # groups that have not ended, and were given back
     self._train = self._wait = 0.0  # of the trainer, so far
     self._spans: list[Span] = []
 
@@ -132,6 +140,14 @@ class SimEngine:
         f'bundle {plan.step}: shares of {engines} engines, expected '
         f'{self._clocks.engines}'
       )
+    many = sum(one.answers for one in self._on_their_way)
+    many += sum(r.size + r.relief.spare for r in plan.requests)
+    if many > MOST_ANSWERS:
+      raise ValueError(
+        f'step {self.step}: {many:,} answers are to be sampled at a time (groups x (size '
+        f'+ asp.spare), in asp.lag + 1 bundles), expected at most {MOST_ANSWERS:,}'
+      )
+    self._paused -= sum(bool(request.begun) for request in plan.requests)
     answers = self._workload.answers_of(plan.requests, plan.version)
     rewards = self._rewards(answers, plan.requests)
     how = (plan.requests, answers, plan.shares, self._slots, self._chunk)
@@ -143,6 +159,12 @@ class SimEngine:
       works = work.relieved(*how[:3], found)
       groups = relief.groups(plan.requests, plan.version, answers, rewards, found)
     times = self._clocks.put(plan.step, plan.version, works, self._clock)
+    self._paused += sum(group.is_paused for group in groups)
+    if self._paused > MOST_PAUSED:
+      raise ValueError(
+        f'asp.pause_after: {self._paused} groups are paused at step {self.step}, '
+        f'expected at most {MOST_PAUSED}: more pause in each step than go on'
+      )
     count = sum(group.size + len(group.spares) for group in groups)
     reward = self._costs.reward_round + self._costs.reward_answer * count
     self._on_their_way.append(_Round(plan.step, groups, times, reward, count))
@@ -206,11 +228,16 @@ class SimEngine:
     overhead = float(host @ self._costs.of(HOST))
     begin = self._clock + overhead
     self._clock = begin + learn
+    if self._shares_devices and learn and self._clocks is not None:
+      self._clocks.stand_still(begin, learn)
     self._spans.append(Span('learner', 'learn', self.step, begin, self._clock))
     self._train += overhead + learn
     metrics = {'update/skipped': float(is_skipped)} | _of_rounds(rounds)
     metrics |= ledger.lags(lags)
     metrics |= {'time/learn_s': learn, 'time/idle_s/learner': self._waited}
+    if self._clocks is not None:
+      idle = self._clocks.idle(self._clock)
+      metrics['time/idle_s/sampler'], self._idle = idle - self._idle, idle
     if filled:
       places = counts[0] * self._packing.rows * self._packing.row_tokens
       metrics |= {'packing/rows': filled, 'packing/density': counts[1] / places}
@@ -232,7 +259,11 @@ class SimEngine:
 
 
 def _of_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
-  """Metrics of what was collected for a step; idle seconds are of a mean engine."""
+  """Metrics of what was collected for a step; idle seconds are of a mean engine.
+
+  They are booked where the round is, whenever it was sampled; 'time/idle_s/sampler' is
+  what went by since the last update.
+  """
   times = [one.times for one in rounds]
   metrics = {
     'time/generate_s': sum(one.generate for one in times),
@@ -241,8 +272,6 @@ def _of_rounds(rounds: Sequence[_Round]) -> dict[str, float]:
   }
   for name in IDLE:
     metrics[f'sim/idle/{name}'] = sum(float(one.parts[name].mean()) for one in times)
-  waits = metrics['sim/idle/skew'] + metrics['sim/idle/ordering']
-  metrics['time/idle_s/sampler'] = waits
   places, tokens = sum(one.places for one in times), sum(one.tokens for one in times)
   metrics['rollout/idle_slots'] = 1 - tokens / places if places else 0.0
   return metrics

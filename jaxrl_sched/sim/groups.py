@@ -73,19 +73,21 @@ class SimGroup(Group):
 
   @functools.cached_property
   def completions(self) -> tuple[Completion, ...]:
-    zeros = np.zeros(int(self.lengths.max(initial=0)), np.int32)
-    logps = zeros.astype(np.float32)
     return tuple(
       Completion(
         draw=self.request.draw,
         answer=int(self.places[i]),
-        tokens=zeros[:length],
-        logps=logps[:length],
+        tokens=zeros(length, np.int32),
+        logps=zeros(length, np.float32),
         finish=FINISHES[self.finish[i]],
         version=self.version,
       )
       for i, length in enumerate(self.lengths.tolist())
     )
+
+
+def zeros(count: int, dtype: type) -> np.ndarray:  # [count], of no memory
+  return np.broadcast_to(np.zeros((), dtype), count)
 
 
 def whole_groups(

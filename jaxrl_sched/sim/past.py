@@ -1,8 +1,10 @@
 """What the steps of a real run did, counted anew from its files."""
 
-from collections.abc import Iterator
+import collections
+from collections.abc import Iterator, Sequence
 import dataclasses
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -10,10 +12,22 @@ from typing import Any
 import numpy as np
 
 from jaxrl_sched.control.asp import shares
+from jaxrl_sched.control.ledger import FATES
 from jaxrl_sched.sim import slots as slots_lib
 from jaxrl_sched.sim.counts import Rows, StepTimes, generation, learning
-from jaxrl_sched.sim.records import Record, read
+from jaxrl_sched.sim.records import Record, lines_of, read
 from jaxrl_sched.sim.trace import PromptSet
+
+# Key of asp -> its usual value, and why there is no fitting to a run with another.
+_UNTOLD = {
+  'spare': (0, 'how far answers had got that were not kept'),
+  'pause_after': (0, 'in which step an answer that paused was sampled, and how far'),
+  'window': (1, 'which of the groups drawn together were sampled in which step'),
+}
+# What is read of a line of the metrics, beside its step.
+_COUNTS = ('rollout/groups_generated', 'rollout/rounds')
+_TIMES = ('time/generate_s', 'time/reward_s', 'time/learn_s')
+_FATES = tuple(f'rollout/groups_{fate}' for fate in FATES)
 
 
 def read_run(
@@ -34,9 +48,10 @@ def read_run(
     steps: only these. None: all that are recorded whole.
 
   Raises:
-    ValueError: a file cannot be read, or none of these steps is recorded whole; or the
-      run had spare or paused answers, or several bundles drawn at once, of which the
-      record does not say enough.
+    ValueError: a file cannot be read, or has what no run would write, or they are of
+      two runs; or none of these steps is recorded whole; or the run had spare or
+      paused answers, or several bundles drawn at once, of which the record does not
+      say enough.
   """
   workdir = pathlib.Path(workdir)
   try:
@@ -50,21 +65,26 @@ def _read(
 ) -> list[StepTimes]:
   c = _json(workdir / 'config.json')
   asp = c.get('asp') or {}
-  # With a window, what is sampled in one step was drawn among that of others.
-  for key, usual in (('spare', 0), ('pause_after', 0), ('window', 1)):
+  for key, (usual, why) in _UNTOLD.items():
     if asp.get(key, usual) != usual:
-      raise ValueError(f'{workdir}: asp.{key}={asp[key]}, expected a run with {usual}')
+      raise ValueError(
+        f'{workdir}: asp.{key}={asp[key]}, expected a run with {usual} to fit costs to: '
+        f'the record does not say {why}'
+      )
   lines = _metrics(workdir / 'metrics.jsonl')
-  records = {record.draw: record for record in read(workdir / 'rollouts.jsonl')}
+  recorded = read(workdir / 'rollouts.jsonl')
+  _check_fates(workdir, lines, recorded)
+  records = {record.draw: record for record in recorded}
   known = _prompt_lengths(records, prompts)
   found, draw = [], 0
   for line in lines:
-    count = int(line['rollout/groups_generated'])
-    mine = [records.get(draw + i) for i in range(count)]
-    draw += count
-    whole = None not in mine  # else the run ended before their fate was settled
+    count = line['rollout/groups_generated']
+    draws, draw = range(draw, draw + count), draw + count
+    # Else the run ended before their fate was settled.
+    whole = all(i in records for i in draws)
     if whole and (steps is None or line['step'] in steps):
       trained = [r for r in records.values() if r.step == line['step'] and r.weights]
+      mine = [records[i] for i in draws]
       found.append(_step(c, line, mine, trained, known))
   if not found:
     raise ValueError(f'{workdir}: none of these steps is recorded whole, expected one')
@@ -163,16 +183,65 @@ def _prompt_lengths(
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
   try:
-    return json.loads(path.read_text(encoding='utf-8'))
-  except (OSError, ValueError) as error:
+    found = json.loads(path.read_text(encoding='utf-8'))
+  except (OSError, ValueError, RecursionError) as error:
     raise ValueError(f'{path}: cannot be read: {error}') from None
+  if not isinstance(found, dict):
+    raise ValueError(f'{path}: {found!r:.60}, expected the settings of a run')
+  return found
 
 
 def _metrics(path: pathlib.Path) -> list[dict[str, Any]]:
   """The lines of steps; that of the last evaluation is none."""
-  try:
-    lines = path.read_text(encoding='utf-8').splitlines()
-    found = [json.loads(line) for line in lines]
-  except (OSError, ValueError) as error:
-    raise ValueError(f'{path}: cannot be read: {error}') from None
-  return [line for line in found if 'rollout/groups_generated' in line]
+  found, last = [], -1
+  for number, line in lines_of(path):
+    if not isinstance(line, dict):
+      raise ValueError(f'{path}:{number}: {line!r:.60}, expected the numbers of a step')
+    if 'rollout/groups_generated' in line:
+      _check_line(f'{path}:{number}', line, last)
+      last = line['step']
+      found.append(line)
+  return found
+
+
+def _check_line(where: str, line: dict[str, Any], last: int) -> None:
+  """Raises ValueError, naming the key, for what no run would write after step `last`."""
+
+  def need(good: bool, key: str, expected: str) -> None:
+    if not good:
+      raise ValueError(f'{where}: {key} {line[key]!r:.60}, expected {expected}')
+
+  fates = [key for key in _FATES if key in line]  # older runs do not tell of them
+  times = [*_TIMES, *(key for key in ('time/load_s',) if key in line)]
+  for key in ('step', *_COUNTS, *_TIMES, 'update/skipped'):
+    if key not in line:
+      raise ValueError(f'{where}: {key!r} is missing, expected the numbers of a step')
+  for key in ('step', *_COUNTS, *fates):
+    good = type(line[key]) is int and 0 <= line[key] < 2**53
+    need(good, key, 'a whole number from 0')
+  need(line['step'] > last, 'step', f'one above the {last} of the line before')
+  for key in times:
+    good = _is_number(line[key]) and line[key] >= 0
+    need(good, key, 'a number of seconds from 0')
+  need(line['update/skipped'] in (0, 1), 'update/skipped', '0 or 1')
+  if 'time/idle_s' in line:  # a little below 0 where clocks differ
+    need(_is_number(line['time/idle_s']), 'time/idle_s', 'a number of seconds')
+
+
+def _is_number(value: Any) -> bool:
+  return type(value) in (int, float) and abs(value) < math.inf
+
+
+def _check_fates(
+  workdir: pathlib.Path, lines: Sequence[dict[str, Any]], records: Sequence[Record]
+) -> None:
+  """Refuses groups of another run: in each step, as many have met each fate."""
+  found = collections.Counter((record.step, record.fate) for record in records)
+  for line in lines:
+    for fate, key in zip(FATES, _FATES, strict=True):
+      count, step = found[line['step'], fate], line['step']
+      if line.get(key, count) != count:
+        raise ValueError(
+          f'{workdir / "rollouts.jsonl"}: {count} groups are {fate} at step {step}, '
+          f'expected the {line[key]} that metrics.jsonl tells of: is it of another run?'
+        )

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 import dataclasses
 import json
-import math
 import os
+import pathlib
+import sys
 from typing import Any
 
 from jaxrl_sched.control.ledger import FATES
@@ -15,6 +16,9 @@ FIELDS = ('step', 'draw', 'prompt_id', 'dataset', 'size', 'lengths')
 FIELDS += ('predicted_length', 'verdicts', 'rewards', 'finish', 'faults', 'versions')
 FIELDS += ('fate', 'reason', 'weights')
 OPTIONAL = ('predicted_longest', 'spares', 'earlier', 'round')
+_BIG = 2**53  # numbers below are the same as float64
+_LONGEST = 2**31  # tokens of an answer, where nothing says how many there may be
+_REWARD = 1e6  # the largest size of a verdict or a reward
 _LISTS = ('lengths', 'verdicts', 'rewards', 'finish', 'versions')  # an entry an answer
 
 
@@ -36,8 +40,10 @@ class Record:
   finish: list[str]
   faults: list[str | None]
   versions: list[int]
+  fate: str
   weights: list[float] | None  # of each answer in the batch; None: it was not in it
   spares: list[int]  # tokens of those that ever ran
+  earlier: list[list[list[int]]]  # of each answer; empty: none of it was ever paused
   round: int | None  # of the step, where it is known
 
 
@@ -52,9 +58,9 @@ def read(path: str | os.PathLike, *, limit: int | None = None) -> list[Record]:
       message names the file, the line, and what was expected.
   """
   records, seen = [], {}
-  for number, text in _lines(path):
+  for number, line in lines_of(path):
     where = f'{path}:{number}'
-    record = _record(where, text, limit)
+    record = _record(where, line, limit)
     if record.draw in seen:
       raise ValueError(
         f'{where}: draw {record.draw} is already in line {seen[record.draw]}, expected '
@@ -67,21 +73,41 @@ def read(path: str | os.PathLike, *, limit: int | None = None) -> list[Record]:
   return records
 
 
-def _lines(path: str | os.PathLike) -> Iterator[tuple[int, str]]:
+def asp_of(path: str | os.PathLike) -> dict[str, Any]:
+  """The `asp` settings of the run that wrote a rollouts.jsonl, where they are known.
+
+  Raises:
+    ValueError: the config.json beside it cannot be read.
+  """
+  file = pathlib.Path(path).with_name('config.json')
   try:
-    with open(path, encoding='utf-8') as file:
+    found = json.loads(file.read_bytes())
+  except FileNotFoundError:
+    return {}
+  except (OSError, ValueError, RecursionError) as error:
+    raise ValueError(f'{file}: cannot be read: {error}') from None
+  asp = found.get('asp') if isinstance(found, dict) else None
+  return asp if isinstance(asp, dict) else {}
+
+
+def lines_of(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
+  """Numbers of lines, and what they hold. A torn last line is passed over."""
+  try:
+    with open(path, 'rb') as file:
       for number, text in enumerate(file, 1):
-        if text.strip():
-          yield number, text
-  except (OSError, UnicodeDecodeError) as error:
+        if not text.strip():
+          continue
+        try:
+          yield number, json.loads(text)
+        except (ValueError, RecursionError):
+          if text.endswith(b'\n'):
+            told = text.strip().decode(errors='replace')
+            raise ValueError(f'{path}:{number}: not JSON: {told!r:.60}') from None
+  except OSError as error:
     raise ValueError(f'{path}: cannot be read: {error}') from None
 
 
-def _record(where: str, text: str, limit: int | None) -> Record:
-  try:
-    line = json.loads(text)
-  except (ValueError, RecursionError):
-    raise ValueError(f'{where}: not JSON: {text.strip()!r:.60}') from None
+def _record(where: str, line: Any, limit: int | None) -> Record:
   if not isinstance(line, dict):
     raise ValueError(f'{where}: {line!r:.60}, expected the fields of a group')
   for key in line:
@@ -94,6 +120,7 @@ def _record(where: str, text: str, limit: int | None) -> Record:
   faults = line['faults'] or [None] * line['size']
   kept = {f.name: line[f.name] for f in dataclasses.fields(Record) if f.name in line}
   kept |= {'faults': faults, 'spares': [n for n in line.get('spares', []) if n]}
+  kept['earlier'] = line.get('earlier', [])
   return Record(where=where, **({'round': None, 'predicted_longest': None} | kept))
 
 
@@ -104,6 +131,7 @@ def _check(where: str, line: dict[str, Any], limit: int | None) -> None:
 
   for key in ('step', 'draw', 'size'):
     need(_is_whole(line[key]) and line[key] >= 0, key, 'a whole number from 0')
+    need(line[key] < _BIG, key, 'one below 2**53')
   for key in ('prompt_id', 'dataset', 'fate', 'reason'):
     need(isinstance(line[key], str), key, 'text')
   fates = (*FATES, 'pending')
@@ -117,11 +145,13 @@ def _check(where: str, line: dict[str, Any], limit: int | None) -> None:
     is_absent = (key == 'weights' and many is None) or (key == 'faults' and many == [])
     good = isinstance(many, list) and len(many) == line['size']
     need(good or is_absent, key, f'a list of {line["size"]} entries, as size says')
-  most = math.inf if limit is None else limit
+  most = _LONGEST if limit is None else limit
   good = all(_is_whole(n) and 1 <= n <= most for n in line['lengths'])
-  need(good, 'lengths', f'each from 1 to {"any number" if limit is None else limit}')
+  need(good, 'lengths', f'each from 1 to {most}')
   for key in ('verdicts', 'rewards'):
     need(all(map(_is_number, line[key])), key, 'finite numbers')
+    good = all(abs(value) <= _REWARD for value in line[key])
+    need(good, key, f'none above {_REWARD:.0f} in size')
   good = all(_is_number(w) and w >= 0 for w in line['weights'] or ())
   need(good, 'weights', 'numbers from 0, or null')
   good = all(name in FINISHES for name in line['finish'])
@@ -132,10 +162,35 @@ def _check(where: str, line: dict[str, Any], limit: int | None) -> None:
   need(good, 'versions', f'each from 0 to the step, {line["step"]}')
   if 'spares' in line:
     good = isinstance(line['spares'], list)
-    good = good and all(_is_whole(n) and n >= 0 for n in line['spares'])
+    good = good and all(_is_whole(n) and 0 <= n <= _LONGEST for n in line['spares'])
     need(good, 'spares', 'a list of tokens, from 0')
   if 'round' in line:
-    need(_is_whole(line['round']) and line['round'] >= 0, 'round', 'a number from 0')
+    good = _is_whole(line['round']) and 0 <= line['round'] < _BIG
+    need(good, 'round', 'a number from 0')
+  if 'earlier' in line:
+    _check_earlier(where, line)
+
+
+def _check_earlier(where: str, line: dict[str, Any]) -> None:
+  """Of each answer, the runs of (tokens, version) before it was paused, if it was."""
+
+  def good(answer: Any, length: int) -> bool:
+    return (
+      isinstance(answer, list)
+      and all(isinstance(run, list) and len(run) == 2 for run in answer)
+      and all(_is_whole(n) and n >= 1 for n, _ in answer)
+      and all(_is_whole(v) and 0 <= v <= line['step'] for _, v in answer)
+      and (not answer or sum(n for n, _ in answer) < length)
+    )
+
+  earlier, lengths = line['earlier'], line['lengths']
+  is_list = isinstance(earlier, list) and len(earlier) == line['size']
+  if not is_list or not all(map(good, earlier, lengths)):
+    raise ValueError(
+      f'{where}: earlier {earlier!r:.60}, expected for each of {line["size"]} answers a '
+      'list of [tokens, version], tokens from 1 and fewer than it has, versions from 0 '
+      f'to the step, {line["step"]}'
+    )
 
 
 def _is_whole(value: Any) -> bool:
@@ -143,4 +198,4 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-  return type(value) in (int, float) and math.isfinite(value)
+  return type(value) in (int, float) and abs(value) <= sys.float_info.max

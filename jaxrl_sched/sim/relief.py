@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from jaxrl_sched.host.relief import Race, versions_before
-from jaxrl_sched.sim.groups import SimGroup
+from jaxrl_sched.sim.groups import SimGroup, zeros
 from jaxrl_sched.sim.slots import Decoded
 from jaxrl_sched.sim.workload import ABORTED, FINISHES, PAUSED, Answers
 from jaxrl_sched.types import Completion, Group, Request, Share
@@ -208,11 +208,10 @@ def _completions(
   for k in kept.tolist():
     old = begun[k]
     if old.finish == 'paused':
-      zeros = np.zeros(int(lengths[k]), np.int32)
       old = dataclasses.replace(
         old,
-        tokens=zeros,
-        logps=zeros.astype(np.float32),
+        tokens=zeros(int(lengths[k]), np.int32),
+        logps=zeros(int(lengths[k]), np.float32),
         finish=FINISHES[finish[k]],
         version=version,
         earlier=versions_before(old, version),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ class Book:
     self._tau = tau
 
   def log(self, step: int, metrics: Line) -> None:
-    self.lines.append({'step': step} | metrics)
+    line = {'step': step} | metrics  # the same keys in all: one text each
+    self.lines.append({sys.intern(key): value for key, value in line.items()})
 
   def rollouts(self, step: int, lines: Sequence[Line]) -> None:
     del step
@@ -98,7 +100,8 @@ def summarise(book: Book, totals: Mapping[str, Any]) -> Row:
     row[name] = float(np.mean(totals.get(name, 0.0))) / wall
   kept = book.total('rollout/tokens_trained') + book.total('rollout/tokens_pruned')
   row['useful'] = kept / max(row['tokens'], 1)
-  row['size'] = row['rollouts'] / max(book.total('rollout/groups_generated'), 1)
+  kept = row['rollouts'] - book.total('asp/spares')  # answers of their groups
+  row['size'] = kept / max(book.total('rollout/groups_generated'), 1)
   lag, tokens = book.column('lag/mean'), book.column('rollout/tokens_trained')
   there = np.isfinite(lag)
   if there.any():
@@ -178,20 +181,30 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
   return '\n'.join([head, '|---' * len(lines[0]) + '|', *rest]) + '\n'
 
 
-def aligned(lines: Sequence[Sequence[str]], width: int) -> str:
-  """For a terminal: columns that do not fit beside the others go below them."""
+def folded(lines: Sequence[Sequence[str]], width: int, gap: int = 2) -> list[list[int]]:
+  """Places of the columns that fit beside the first, in as many blocks as it takes.
+
+  Args:
+    width: in letters. gap: between two columns.
+  """
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   blocks, used = [[]], widths[0]
   for i in range(1, len(widths)):
-    if blocks[-1] and used + 2 + widths[i] > width:
+    if blocks[-1] and used + gap + widths[i] > width:
       blocks.append([])
       used = widths[0]
     blocks[-1].append(i)
-    used += 2 + widths[i]
+    used += gap + widths[i]
+  return blocks
+
+
+def aligned(lines: Sequence[Sequence[str]], width: int) -> str:
+  """For a terminal: columns that do not fit beside the others go below them."""
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   return '\n\n'.join(
     '\n'.join(
       '  '.join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in block)])
       for line in lines
     )
-    for block in blocks
+    for block in folded(lines, width)
   )

@@ -13,12 +13,15 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxrl_sched.sim.records import Record, read
-from jaxrl_sched.sim.workload import FINISHES, PAUSED, STOP, Answers, uniforms
-from jaxrl_sched.types import Lesson, Prompt, Request
+from jaxrl_sched.sim.records import Record, asp_of, read
+from jaxrl_sched.sim.workload import FINISHES, Answers, uniforms
+from jaxrl_sched.types import SAME, Lesson, Prompt, Request
 
 OF_PROMPT = 2  # groups of a prompt, that a new one is drawn from
 OF_DATASET = 8  # groups of a dataset, one of which answers for an unseen prompt
+_UNKEPT = 'the record does not say enough of answers that were not kept'
+_FIRST = f'asp.first_finished: {_UNKEPT}'
+_PAUSE = f'asp.pause_after: {_UNKEPT}'
 _WHICH = 2**32  # the lot that chooses among them; no answer has this number
 
 
@@ -53,12 +56,17 @@ class Trace:
       limit: the most tokens of an answer.
 
     Raises:
-      ValueError: it is no trace of a run with these prompts. The message names the
-        file and the line.
+      ValueError: it is no trace of a run with these prompts, or of one that kept the
+        answers that finished first, or paused some. The message names the file and,
+        where it is one, the line.
     """
+    _check_settings(path)
     records = read(path, limit=limit)
+    _check_whole(records)
     _check_prompts(records, prompts)
-    self.prompts, self._seed = prompts, seed
+    self.prompts, self._seed, self._path = prompts, seed, path
+    # Where the first group with spare answers is.
+    self._spares = next((record.where for record in records if record.spares), None)
     self.recorded = self.drawn = 0
     self._by_draw = {record.draw: record for record in records}
     self._by_prompt: dict[str, list[Record]] = collections.defaultdict(list)
@@ -70,6 +78,8 @@ class Trace:
 
   def answers_of(self, requests: Sequence[Request], version: int) -> Answers:
     """The answers of a round. The policy is that of the record, not of a version."""
+    if self._spares and any(request.relief.first_finished for request in requests):
+      raise ValueError(f'{self._spares}: spare answers, expected none with {_FIRST}')
     sizes = np.array([r.size + r.relief.spare for r in requests], np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     found, faults = [], {}
@@ -81,7 +91,6 @@ class Trace:
     finish = np.array(
       [FINISHES.index(record.finish[k]) for record, k in found], np.int8
     )
-    finish[finish == PAUSED] = STOP  # the run ended before it did
     return Answers(
       starts=starts,
       lengths=np.array([record.lengths[k] for record, k in found], np.int64),
@@ -121,8 +130,8 @@ class Trace:
       near = _nearest(near, request.draw, OF_DATASET)
       if not near:
         raise ValueError(
-          f'trace: no answer to a prompt of dataset {request.prompt.dataset!r} is '
-          'recorded, expected a group at least'
+          f'{self._path}: no answer to a prompt of dataset {request.prompt.dataset!r} '
+          'is recorded, expected a group at least'
         )
       groups = [near[int(which * len(near))]]
     pool = [(record, k) for record in groups for k in range(record.size)]
@@ -137,6 +146,30 @@ def _nearest(records: Sequence[Record], draw: int, count: int) -> Sequence[Recor
   return near[:count]
 
 
+def _check_settings(path: str | os.PathLike) -> None:
+  """Refuses a run whose answers do not tell what was decided on."""
+  asp = asp_of(path)
+  for key, usual, told in (
+    ('first_finished', False, _FIRST),
+    ('pause_after', 0, _PAUSE),
+  ):
+    if asp.get(key, usual) != usual:
+      raise ValueError(
+        f'{path}: of a run with {key}={asp[key]!r}, expected {usual} of {told}'
+      )
+
+
+def _check_whole(records: Sequence[Record]) -> None:
+  """Refuses answers that are or were paused."""
+  for record in records:
+    if 'paused' in record.finish:
+      raise ValueError(f"{record.where}: finish 'paused', of a run with {_PAUSE}")
+    if any(record.earlier):
+      raise ValueError(
+        f'{record.where}: answers that were paused, of a run with {_PAUSE}'
+      )
+
+
 def _check_prompts(records: Sequence[Record], prompts: PromptSet) -> None:
   """Refuses records of datasets or prompts that there are not."""
   wanted = collections.defaultdict(set)
@@ -148,11 +181,20 @@ def _check_prompts(records: Sequence[Record], prompts: PromptSet) -> None:
       )
     wanted[record.dataset].add(record.prompt_id)
   ids = prompts.ids()
-  missing = {name: some.difference(ids[name]) for name, some in wanted.items()}
+  places = {
+    name: {key: index for index, key in enumerate(ids[name]) if key in some}
+    for name, some in wanted.items()
+  }
   for record in records:
-    if record.prompt_id in missing[record.dataset]:
+    name, place = record.dataset, places[record.dataset].get(record.prompt_id)
+    if place is None:
       raise ValueError(
         f'{record.where}: prompt {record.prompt_id!r}, expected one of the '
-        f'{prompts.sizes[record.dataset]} of dataset {record.dataset!r}: it is from a '
-        'run with other datasets'
+        f'{prompts.sizes[name]} of dataset {name!r}: it is from a run with other datasets'
+      )
+    best = prompts.get(name, place).max_reward
+    if best is not None and max(record.verdicts, default=best) > best + SAME:
+      raise ValueError(
+        f'{record.where}: verdicts {record.verdicts!r:.60}, expected at most the '
+        f'{best:g} of prompt {record.prompt_id!r}'
       )

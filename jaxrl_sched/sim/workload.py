@@ -16,6 +16,8 @@ from jaxrl_sched.types import Lesson, Prompt, Request
 FINISHES = ('stop', 'length', 'aborted', 'paused')
 STOP, LENGTH, ABORTED, PAUSED = range(4)
 
+MOST = 10_000_000  # prompts of a dataset: some numbers of each are kept
+_LONGEST = 2**30  # tokens of a prompt
 _TRAITS = 1  # purposes of random numbers
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -76,6 +78,10 @@ class Dataset:
       raise ValueError(
         f'workload.{name}.count: {self.count!r}, expected a whole number'
       )
+    if self.count > MOST:
+      raise ValueError(
+        f'workload.{name}.count: {self.count!r}, expected at most {MOST}'
+      )
     if not 0 < self.pass_rate < 1:
       raise ValueError(
         f'workload.{name}.pass_rate: {self.pass_rate!r}, expected above 0 and below 1'
@@ -106,10 +112,10 @@ class Prompts:
     self._lengths = {}
     for number, (name, d) in enumerate(datasets.items()):
       z = np.random.default_rng((seed, _TRAITS, number, 1)).standard_normal(d.count)
-      lengths = np.rint(d.prompt_tokens * np.exp(d.prompt_spread * z))
-      self._lengths[name] = np.maximum(lengths, 1).astype(np.int32)
-    longest = max(int(lengths.max()) for lengths in self._lengths.values())
-    self._zeros = np.zeros(longest, np.int32)
+      ln = math.log(d.prompt_tokens) + d.prompt_spread * z
+      lengths = np.rint(np.exp(np.clip(ln, 0, math.log(_LONGEST))))
+      self._lengths[name] = lengths.astype(np.int32)
+    self._zero = np.zeros((), np.int32)
 
   def get(self, dataset: str, index: int) -> Prompt:
     found = self._made.get((dataset, index))
@@ -118,7 +124,7 @@ class Prompts:
         id=f'{dataset}/{index}',
         dataset=dataset,
         index=index,
-        tokens=self._zeros[: self._lengths[dataset][index]],
+        tokens=np.broadcast_to(self._zero, self._lengths[dataset][index]),
         text='',
         max_reward=self._datasets[dataset].max_reward,
       )

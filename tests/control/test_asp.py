@@ -384,6 +384,22 @@ def test_settings_as_they_come():
 @pytest.mark.parametrize(
   'bad, line',
   [
+    (
+      dict(lag=10**6 + 1),
+      'asp.lag: 1000001, expected a whole number of at least 0, at most 1000000',
+    ),
+    (
+      dict(window=65537),
+      'asp.window: 65537, expected a whole number of at least 1, at most 65536',
+    ),
+    (
+      dict(engines=65537),
+      'asp.engines: 65537, expected a whole number of at least 1, at most 65536',
+    ),
+    (
+      dict(spare=65537),
+      'asp.spare: 65537, expected a whole number of at least 0, at most 65536',
+    ),
     (dict(window=0), 'asp.window: 0, expected a whole number of at least 1'),
     (dict(lag=-1), 'asp.lag: -1, expected a whole number of at least 0'),
     (dict(lag='1'), "asp.lag: '1', expected a whole number of at least 0"),

@@ -101,7 +101,7 @@ class Methods:
       groups_per_step=6,
       group_size=4,
       dynamic_sampling=self.dynamic,
-      max_rounds=None if self.lag else self.max_rounds,
+      max_rounds=None if self.lag or self.asp.pause_after else self.max_rounds,
       surplus=self.surplus,
       asp=self.asp,
       steps=steps,

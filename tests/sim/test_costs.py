@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -277,6 +278,55 @@ def test_steps_that_are_not_recorded_whole_are_left_out(tmp_path):
     read_run(workdir, steps=range(1, 5))
 
 
+def test_a_run_that_is_still_going_is_read_to_its_last_whole_line(tmp_path):
+  lines = [line(0, [3], step=0), line(1, [4], step=1)]
+  workdir = folder(tmp_path, [metrics(0, 1), metrics(1, 1)], lines)
+  for name in ('metrics', 'rollouts'):
+    with (workdir / f'{name}.jsonl').open('a') as file:
+      file.write('{"step": 2, "rollo')
+  assert [r.step for r in read_run(workdir)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+  'bad, said',
+  [
+    ([3], r'\[3\], expected the numbers of a step'),
+    (metrics(1, 1, **{'time/generate_s': 'x'}), "time/generate_s 'x', expected a num"),
+    (metrics(1, 1, **{'time/generate_s': math.nan}), 'time/generate_s nan, expected'),
+    (
+      metrics(1, 1, **{'time/generate_s': -1.0}),
+      'time/generate_s -1.0, expected a num',
+    ),
+    (metrics(1, 1, **{'time/load_s': -1.0}), 'time/load_s -1.0, expected a number'),
+    (metrics(1, 1, **{'time/idle_s': None}), 'time/idle_s None, expected a number'),
+    (metrics(1, 'x'), "rollout/groups_generated 'x', expected a whole number from 0"),
+    (metrics(1, -1), 'rollout/groups_generated -1, expected a whole number from 0'),
+    (metrics(1, 10**30), 'rollout/groups_generated 10+, expected a whole number'),
+    (metrics(0, 1), 'step 0, expected one above the 0 of the line before'),
+    (metrics(1, 1, **{'update/skipped': 'no'}), "update/skipped 'no', expected 0 or 1"),
+    ({'step': 1, 'rollout/groups_generated': 1}, "'rollout/rounds' is missing"),
+  ],
+)
+def test_metrics_that_no_run_wrote_are_refused_with_their_line(tmp_path, bad, said):
+  lines = [line(0, [3], step=0), line(1, [4], step=1)]
+  workdir = folder(tmp_path, [metrics(0, 1), bad], lines)
+  with pytest.raises(ValueError, match=said) as error:
+    read_run(workdir)
+  assert 'metrics.jsonl:2: ' in str(error.value) and '\n' not in str(error.value)
+
+
+def test_groups_of_another_run_are_refused(tmp_path):
+  lines = [line(0, [3], step=0), line(1, [4], step=0, weights=[1.0])]
+  fates = {'rollout/groups_trained': 1, 'rollout/groups_filtered': 1}
+  read_run(folder(tmp_path, [metrics(0, 2, **fates)], lines))
+  workdir = folder(
+    tmp_path, [metrics(0, 2, **fates | {'rollout/groups_trained': 2})], lines
+  )
+  said = 'rollouts.jsonl: 1 groups are trained at step 0, expected the 2 that metrics'
+  with pytest.raises(ValueError, match=said):
+    read_run(workdir)
+
+
 def test_what_cannot_be_read_is_refused(tmp_path):
   with pytest.raises(ValueError, match='config.json: cannot be read'):
     read_run(tmp_path)
@@ -284,12 +334,15 @@ def test_what_cannot_be_read_is_refused(tmp_path):
   config = json.loads((workdir / 'config.json').read_text())
   for asp in (dict(spare=1), dict(pause_after=64), dict(window=2)):
     (workdir / 'config.json').write_text(json.dumps(config | {'asp': asp}))
-    with pytest.raises(ValueError, match='asp.*expected a run with [01]'):
+    with pytest.raises(
+      ValueError, match='asp.*expected a run with [01] .* does not say'
+    ):
       read_run(workdir)
   (workdir / 'config.json').write_text('{"sampler": {"slots": 2}}')
   with pytest.raises(ValueError, match="'chunk' is missing"):
     read_run(workdir)
   (workdir / 'metrics.jsonl').write_text('{"step":')
+  (workdir / 'metrics.jsonl').unlink()
   with pytest.raises(ValueError, match='metrics.jsonl: cannot be read'):
     read_run(workdir)
   workdir = folder(tmp_path, [metrics(0, 1)], [line(77, [3], step=0)])

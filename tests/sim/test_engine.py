@@ -13,7 +13,7 @@ from jaxrl_sched.control import asp
 from jaxrl_sched.control.planning import Plan
 from jaxrl_sched.sim import Costs, SimEngine, makespan
 from jaxrl_sched.sim.workload import LENGTH, STOP, Answers
-from jaxrl_sched.types import Lesson, Prompt, Request, Sampling, Share
+from jaxrl_sched.types import Lesson, Prompt, Relief, Request, Sampling, Share
 
 LIMIT = 10_000
 SAMPLING = Sampling(max_new_tokens=LIMIT)
@@ -165,6 +165,81 @@ def test_the_clock_is_the_recursion_of_the_specification(gen, lag, load, reward,
 
 @settings(derandomize=True, deadline=None)
 @given(
+  TIMES.filter(len),
+  st.integers(0, 3),
+  st.sampled_from([0.0, 2.0]),
+  st.sampled_from([0.0, 1.5]),
+  st.integers(0, 12),
+)
+def test_on_shared_devices_sampling_stands_still_while_the_learner_learns(
+  gen, lag, load, overhead, train
+):
+  requests, policy = one_a_draw([[t for t in row if t] for row in gen])
+  plans = []
+  for j, row in enumerate(gen):
+    places = iter(range(len(row)))
+    shares = [share([next(places)], [0]) if t else share([], []) for t in row]
+    plans.append(plan(j, requests[j], shares, lag=lag))
+  costs = Costs(decode_step=1.0, load=load, overhead=overhead, learn_step=float(train))
+  engine = SimEngine(policy, costs, slots=2, shares_devices=True)
+  metrics = run(engine, plans, lag)
+  spans = engine.spans()
+  # No engine is at work while the learner is, and each does all of its work.
+  learned = [(s.begin, s.end) for s in spans if s.lane == 'learner']
+  for s in spans:
+    if s.lane != 'learner':
+      for begin, end in learned:
+        assert begin == end or s.end <= begin + 1e-9 or s.begin >= end - 1e-9
+  for e, column in enumerate(np.sum(gen, axis=0)):
+    mine = [s for s in spans if s.lane == f'engine {e}']
+    generated = sum(s.end - s.begin for s in mine if s.what == 'generate')
+    assert generated == pytest.approx(column)
+    bundles = [s.bundle for s in mine]
+    assert bundles == sorted(bundles)  # in their order
+    for a, b in zip(mine, mine[1:], strict=False):
+      assert b.begin >= a.end - 1e-9
+  totals = engine.totals()
+  assert totals['wall'] == pytest.approx(totals['train'] + totals['wait'])
+  parts = ('busy', 'load', 'padding', 'skew', 'ordering')
+  assert all((totals[name] >= -1e-9).all() for name in parts)
+  np.testing.assert_allclose(sum(totals[name] for name in parts), totals['wall'])
+  idle = sum(m['time/idle_s/sampler'] for m in metrics)
+  assert idle == pytest.approx((totals['skew'] + totals['ordering']).mean())
+
+
+@pytest.mark.parametrize('lag', [0, 1, 2, 3])
+def test_shared_devices_gain_nothing_by_a_lag(lag):
+  requests, policy = one_a_draw([[10]] * 5)
+  costs = Costs(decode_step=1.0, learn_step=7.0)
+  engine = SimEngine(policy, costs, slots=1, shares_devices=True)
+  run(
+    engine,
+    [plan(j, r, [share([0], [0])], lag=lag) for j, r in enumerate(requests)],
+    lag,
+  )
+  assert engine.now() == 5 * (10 + 7)
+
+
+def test_what_stands_still_goes_on_where_it_was():
+  # Learning of 5 s, from 10 on: bundle 1 was to be sampled from 10 to 30 and is from 15;
+  # the next, from 35 on, comes when the learner begins with bundle 1 (35 to 40).
+  requests, policy = one_a_draw([[10], [20], [4]])
+  costs = Costs(decode_step=1.0, learn_step=5.0, reward_round=2.0)
+  engine = SimEngine(policy, costs, slots=1, shares_devices=True)
+  run(engine, [plan(j, r, [share([0], [0])], lag=1) for j, r in enumerate(requests)], 1)
+  spans = [(s.lane, s.bundle, s.begin, s.end) for s in engine.spans()]
+  assert [s for s in spans if s[0] == 'engine 0'] == [
+    ('engine 0', 0, 0, 10),
+    ('engine 0', 1, 10, 12),  # while bundle 0 is graded
+    ('engine 0', 1, 17, 35),
+    ('engine 0', 2, 35, 37),
+    ('engine 0', 2, 42, 44),
+  ]
+  assert engine.now() == 44 + 2 + 5
+
+
+@settings(derandomize=True, deadline=None)
+@given(
   st.lists(
     st.lists(st.integers(1, 30), min_size=2, max_size=6), min_size=1, max_size=6
   ),
@@ -190,6 +265,14 @@ def test_a_bundle_is_refused_with_weights_that_are_not_those_of_now():
   engine = SimEngine(policy, ONE, slots=1)
   with pytest.raises(ValueError, match='bundle 3: .* version 3, .* of version 0'):
     engine.submit(plan(3, requests[0], [share([0], [0])]))
+
+
+def test_answers_that_would_fill_the_memory_are_refused():
+  """Before a single one is made: 'Given' knows none of them."""
+  engine = SimEngine(Given({}), ONE, slots=1)
+  many = [request(draw, 10**6, relief=Relief(spare=10**6)) for draw in range(3)]
+  with pytest.raises(ValueError, match='step 0: 6,000,000 answers are to be sampled'):
+    engine.submit(plan(0, many, [share([], [])]))
 
 
 def test_skew_is_waiting_for_engines_and_ordering_is_waiting_for_weights():

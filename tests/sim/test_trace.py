@@ -1,5 +1,6 @@
 """A recorded run answers again as it did, and what no run wrote is refused."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -128,6 +129,67 @@ def test_a_dataset_without_a_record_is_refused(tmp_path):
     trace(tmp_path, [line(4)]).answers_of([request(9, dataset='b')], 0)
 
 
+def test_it_is_told_which_file_lacks_a_dataset(tmp_path):
+  with pytest.raises(ValueError, match=r'rollouts\.jsonl: no answer to a prompt'):
+    trace(tmp_path, [line(4)]).answers_of([request(9, dataset='b')], 0)
+
+
+@pytest.mark.parametrize('torn', ['{"step": 3, "dr', '{"step": 3, "dataset": "\xe4'])
+def test_a_torn_last_line_is_passed_over(tmp_path, torn):
+  path = written(tmp_path, [line(4)])
+  with path.open('ab') as file:
+    file.write(torn.encode()[:-1])  # in the middle of a letter, once
+  assert [record.draw for record in read(path)] == [4]
+
+
+def test_what_paused_answers_had_before_is_read(tmp_path):
+  runs = [[[3, 1], [3, 2]], []]
+  (record,) = read(written(tmp_path, [line(1, earlier=runs)]))
+  assert record.earlier == runs
+
+
+@pytest.mark.parametrize(
+  'asp, said',
+  [
+    ({'pause_after': 64}, 'pause_after=64, expected 0 of asp.pause_after'),
+    (
+      {'first_finished': True, 'spare': 1},
+      'first_finished=True, expected False of asp',
+    ),
+  ],
+)
+def test_a_run_that_did_not_keep_all_is_refused(tmp_path, asp, said):
+  (tmp_path / 'config.json').write_text(json.dumps({'asp': asp}))
+  with pytest.raises(ValueError, match=said) as error:
+    trace(tmp_path, [line(4)])
+  assert 'rollouts.jsonl: ' in str(error.value) and '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('asp', [{'spare': 2, 'first_finished': False}, None])
+def test_a_run_that_kept_the_first_answers_is_a_trace(tmp_path, asp):
+  (tmp_path / 'config.json').write_text(json.dumps({'asp': asp}))
+  found = trace(tmp_path, [line(4, spares=[3])])
+  assert found.answers_of([request(4)], 0).lengths.tolist() == [7, 50]
+  quick = request(4, relief=Relief(spare=1, first_finished=True))
+  with pytest.raises(ValueError, match=r'jsonl:1: spare.*none with asp.first_finished'):
+    found.answers_of([quick], 0)
+
+
+def test_a_verifier_without_a_maximum_gives_any_verdict(tmp_path):
+  class Free:
+    sizes, ids = PROMPTS.sizes, PROMPTS.ids
+
+    def get(self, dataset, index):
+      return dataclasses.replace(PROMPTS.get(dataset, index), max_reward=None)
+
+  path = written(tmp_path, [line(4, verdicts=[17.0, 1.0])])
+  Trace(path, Free(), limit=LIMIT)
+  with pytest.raises(
+    ValueError, match='jsonl:1: verdicts .*17.*at most the 1 of prompt'
+  ):
+    Trace(path, PROMPTS, limit=LIMIT)
+
+
 def test_the_fields_are_those_that_the_ledger_writes(tmp_path):
   workload = Workload({'a': Dataset(count=9)})
   asked = request(4, predicted_length=12.344, predicted_longest=20.678)
@@ -185,6 +247,21 @@ def without(key):
     (line(1, predicted_length=-3), 'predicted_length -3, expected a number above 0'),
     (line(1, spares=[-1]), 'spares .*, expected a list of tokens'),
     (line(1, predicted_longest=0), 'predicted_longest 0, expected a number above 0'),
+    (line(1, earlier=[[[7, 1]], []]), 'earlier .*, expected for each of 2 answers'),
+    (line(1, earlier=[[[0, 1]], []]), 'earlier .*, expected for each of 2 answers'),
+    (line(1, earlier=[[[2, -1]], []]), 'earlier .*, expected for each of 2 answers'),
+    (line(1, earlier=[[[2]], []]), 'earlier .*, expected for each of 2 answers'),
+    (line(1, earlier=[[]]), 'earlier .*, expected for each of 2 answers'),
+    (line(1, earlier='x'), 'earlier .*, expected for each of 2 answers'),
+    (line(1, earlier=[[], [[2, 1]]]), 'answers that were paused.*asp.pause_after'),
+    (line(1, finish=['stop', 'paused']), "finish 'paused', of a run with asp.pause_"),
+    (line(1, verdicts=[-1e7, 0.0]), 'verdicts .*, expected none above 1000000'),
+    (line(1, rewards=[1e7, 0.0]), 'rewards .*, expected none above 1000000'),
+    (line(1, rewards=[10**400, 0.0]), 'rewards .*, expected finite numbers'),
+    (line(1, verdicts=[1.5, 0.0]), 'verdicts .*, expected at most the 1 of prompt'),
+    (line(2**53), 'draw 9007199254740992, expected one below'),
+    (line(1, step=2**53), 'step 9007199254740992, expected one below'),
+    (line(1, round=2**53), 'round 9007199254740992, expected a number'),
     (line(1, step='3'), "step '3', expected a whole number from 0"),
     (line(1, dataset='c', prompt_id='c/1'), "dataset 'c', expected one of a, b: .*run"),
     (
