@@ -113,11 +113,16 @@ def test_no_step_waits_longer_than_it_takes(file, lag, is_shared):
   assert idle.sum() == pytest.approx(waits)
 
 
-def test_paused_groups_do_not_grow_without_end(file, monkeypatch):
-  """Dynamic sampling asks for others while they pause, more than can go on."""
-  monkeypatch.setattr('jaxrl_sched.sim.engine.MOST_PAUSED', 100)
-  with pytest.raises(ValueError, match='asp.pause_after: .* groups are paused at step'):
-    run(f'{file}:varied', asp__pause_after=1, steps=30)
+@pytest.mark.parametrize('lag', [0, 1])
+def test_paused_groups_do_not_grow_without_end(file, lag):
+  """What goes on takes the places of new requests: of each bundle no more is paused
+  than it asks for, and as many bundles are under way as there are steps of lag."""
+  pairs = [('steps', '40'), ('asp.lag', str(lag)), ('asp.pause_after', '1')]
+  c = config.read(f'{file}:varied', pairs)
+  found = simulate.simulate(c, Costs(decode_step=1.0, learn_step=60.0))
+  most = 10 * 4  # requests of a bundle
+  pending = found.book.column('rollout/groups_pending')[:-1]
+  assert 0 < pending.max() <= (lag + 1) * most
 
 
 @pytest.mark.parametrize('kl_coef, wall', [(0.0, 500), (0.1, 800)])
@@ -488,7 +493,8 @@ def test_a_run_that_did_not_keep_all_answers_is_no_trace(
   for more in ([], own):
     assert simulate.main([*arguments, *more]) == 2
     error = capsys.readouterr().err
-    assert error.count('\n') == 1 and f'asp.{key}: the record does not say' in error
+    assert error.count('\n') == 1 and 'rollouts.jsonl: ' in error
+    assert f'asp.{key}={asp[key]}, expected a run with' in error
   (tmp_path / 'config.json').unlink()  # from what is recorded alone
   assert simulate.main([*arguments, *own]) == 2
   error = capsys.readouterr().err

@@ -24,7 +24,6 @@ from jaxrl_sched.sim.workload import ABORTED, Answers
 from jaxrl_sched.types import Group, Lesson, Relief, Request
 
 MOST_ANSWERS = 4_000_000  # on their way at a time, all rounds together
-MOST_PAUSED = 100_000  # groups; they are all kept, with what they have got so far
 
 
 class Answering(Protocol):
@@ -101,7 +100,6 @@ class SimEngine:
     self._collected: dict[int, list[_Round]] = {}  # bundle -> rounds
     self._waited = 0.0  # by the trainer, since the last update
     self._idle = 0.0  # of a mean engine, until then
-    self._paused = 0  # groups that have not ended, and were given back
     self._train = self._wait = 0.0  # of the trainer, so far
     self._spans: list[Span] = []
 
@@ -147,7 +145,6 @@ class SimEngine:
         f'step {self.step}: {many:,} answers are to be sampled at a time (groups x (size '
         f'+ asp.spare), in asp.lag + 1 bundles), expected at most {MOST_ANSWERS:,}'
       )
-    self._paused -= sum(bool(request.begun) for request in plan.requests)
     answers = self._workload.answers_of(plan.requests, plan.version)
     rewards = self._rewards(answers, plan.requests)
     how = (plan.requests, answers, plan.shares, self._slots, self._chunk)
@@ -159,12 +156,6 @@ class SimEngine:
       works = work.relieved(*how[:3], found)
       groups = relief.groups(plan.requests, plan.version, answers, rewards, found)
     times = self._clocks.put(plan.step, plan.version, works, self._clock)
-    self._paused += sum(group.is_paused for group in groups)
-    if self._paused > MOST_PAUSED:
-      raise ValueError(
-        f'asp.pause_after: {self._paused} groups are paused at step {self.step}, '
-        f'expected at most {MOST_PAUSED}: more pause in each step than go on'
-      )
     count = sum(group.size + len(group.spares) for group in groups)
     reward = self._costs.reward_round + self._costs.reward_answer * count
     self._on_their_way.append(_Round(plan.step, groups, times, reward, count))

@@ -91,7 +91,7 @@ def asp_of(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def lines_of(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
-  """Numbers of lines, and what they hold. A torn last line is passed over."""
+  """Numbers of lines, and what they hold. A torn last line behind others is not read."""
   try:
     with open(path, 'rb') as file:
       for number, text in enumerate(file, 1):
@@ -100,7 +100,7 @@ def lines_of(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:
         try:
           yield number, json.loads(text)
         except (ValueError, RecursionError):
-          if text.endswith(b'\n'):
+          if text.endswith(b'\n') or number == 1:
             told = text.strip().decode(errors='replace')
             raise ValueError(f'{path}:{number}: not JSON: {told!r:.60}') from None
   except OSError as error:

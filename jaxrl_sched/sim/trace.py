@@ -20,8 +20,6 @@ from jaxrl_sched.types import SAME, Lesson, Prompt, Request
 OF_PROMPT = 2  # groups of a prompt, that a new one is drawn from
 OF_DATASET = 8  # groups of a dataset, one of which answers for an unseen prompt
 _UNKEPT = 'the record does not say enough of answers that were not kept'
-_FIRST = f'asp.first_finished: {_UNKEPT}'
-_PAUSE = f'asp.pause_after: {_UNKEPT}'
 _WHICH = 2**32  # the lot that chooses among them; no answer has this number
 
 
@@ -79,7 +77,9 @@ class Trace:
   def answers_of(self, requests: Sequence[Request], version: int) -> Answers:
     """The answers of a round. The policy is that of the record, not of a version."""
     if self._spares and any(request.relief.first_finished for request in requests):
-      raise ValueError(f'{self._spares}: spare answers, expected none with {_FIRST}')
+      raise ValueError(
+        f'{self._spares}: spare answers, expected none with asp.first_finished: {_UNKEPT}'
+      )
     sizes = np.array([r.size + r.relief.spare for r in requests], np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     found, faults = [], {}
@@ -149,24 +149,20 @@ def _nearest(records: Sequence[Record], draw: int, count: int) -> Sequence[Recor
 def _check_settings(path: str | os.PathLike) -> None:
   """Refuses a run whose answers do not tell what was decided on."""
   asp = asp_of(path)
-  for key, usual, told in (
-    ('first_finished', False, _FIRST),
-    ('pause_after', 0, _PAUSE),
-  ):
+  for key, usual in (('first_finished', False), ('pause_after', 0)):
     if asp.get(key, usual) != usual:
       raise ValueError(
-        f'{path}: of a run with {key}={asp[key]!r}, expected {usual} of {told}'
+        f'{path}: asp.{key}={asp[key]!r}, expected a run with {usual}: {_UNKEPT}'
       )
 
 
 def _check_whole(records: Sequence[Record]) -> None:
   """Refuses answers that are or were paused."""
   for record in records:
-    if 'paused' in record.finish:
-      raise ValueError(f"{record.where}: finish 'paused', of a run with {_PAUSE}")
-    if any(record.earlier):
+    if 'paused' in record.finish or any(record.earlier):
+      what = "finish 'paused'" if 'paused' in record.finish else 'earlier tokens'
       raise ValueError(
-        f'{record.where}: answers that were paused, of a run with {_PAUSE}'
+        f'{record.where}: {what}, of a run with asp.pause_after: {_UNKEPT}'
       )
 
 

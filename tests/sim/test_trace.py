@@ -151,10 +151,10 @@ def test_what_paused_answers_had_before_is_read(tmp_path):
 @pytest.mark.parametrize(
   'asp, said',
   [
-    ({'pause_after': 64}, 'pause_after=64, expected 0 of asp.pause_after'),
+    ({'pause_after': 64}, 'asp.pause_after=64, expected a run with 0'),
     (
       {'first_finished': True, 'spare': 1},
-      'first_finished=True, expected False of asp',
+      'asp.first_finished=True, expected a run with',
     ),
   ],
 )
@@ -253,7 +253,7 @@ def without(key):
     (line(1, earlier=[[[2]], []]), 'earlier .*, expected for each of 2 answers'),
     (line(1, earlier=[[]]), 'earlier .*, expected for each of 2 answers'),
     (line(1, earlier='x'), 'earlier .*, expected for each of 2 answers'),
-    (line(1, earlier=[[], [[2, 1]]]), 'answers that were paused.*asp.pause_after'),
+    (line(1, earlier=[[], [[2, 1]]]), 'earlier tokens, of a run with asp.pause_aft'),
     (line(1, finish=['stop', 'paused']), "finish 'paused', of a run with asp.pause_"),
     (line(1, verdicts=[-1e7, 0.0]), 'verdicts .*, expected none above 1000000'),
     (line(1, rewards=[1e7, 0.0]), 'rewards .*, expected none above 1000000'),
@@ -281,5 +281,9 @@ def test_bad_input_is_refused_with_its_line(tmp_path, bad, said):
 def test_a_file_that_is_empty_or_is_not_there_is_refused(tmp_path):
   with pytest.raises(ValueError, match='no line, expected a group at least'):
     trace(tmp_path, [''])
+  path = tmp_path / 'weights.bin'
+  path.write_bytes(bytes(range(128, 256)))
+  with pytest.raises(ValueError, match=r'weights\.bin:1: not JSON'):
+    Trace(path, PROMPTS)
   with pytest.raises(ValueError, match='cannot be read'):
     Trace(tmp_path / 'none.jsonl', PROMPTS)
