@@ -42,7 +42,6 @@ def train(
   """
   for step in range(engine.step, steps + 1):
     boundary = scheduler.freeze()
-
     try:
       found, score, began = {}, None, engine.now()
       is_judged = evaluate is not None and (step % evaluate_every == 0 or step == steps)
