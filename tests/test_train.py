@@ -227,26 +227,14 @@ def test_eight_devices_decide_and_learn_like_one(undisturbed, tmp_path):
         assert eight[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
 
 
-class Kept(Book):
-  """A book that keeps the lines of groups, too."""
-
-  def __init__(self):
-    super().__init__()
-    self.kept = []
-
-  def rollouts(self, step, found):
-    super().rollouts(step, found)
-    self.kept += [{'step': step} | line for line in found]
-
-
 def test_the_simulator_makes_the_decisions_of_a_run_on_its_trace(undisturbed):
   """Promise 8: the same controllers under the same loop, told the same answers: who is
   asked, in what size, who is filtered and pruned, with what weight and forecast."""
   workdir, _ = undisturbed
-  c, book = config.of_workdir(None, workdir, ()), Kept()
+  c, book = config.of_workdir(None, workdir, ()), Book(keeps_groups=True)
   trace = workdir / 'rollouts.jsonl'
   simulate.simulate(c, Costs(decode_step=0.01), trace, book)
-  assert json.loads(to_json(book.kept)) == lines(workdir, 'rollouts.jsonl')
+  assert json.loads(to_json(book.settled)) == lines(workdir, 'rollouts.jsonl')
   shared = 0
   for ours, real in zip(book.lines[:6], lines(workdir), strict=False):
     for key in ours.keys() & real.keys() - {'compile/count'}:

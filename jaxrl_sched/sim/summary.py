@@ -35,22 +35,25 @@ class Book:
 
   Args:
     tau: a group with an answer longer than so many medians of it is a straggler.
+    keeps_groups: keep the lines of groups, too, in `settled`.
   """
 
-  def __init__(self, *, tau: float = 2.0):
+  def __init__(self, *, tau: float = 2.0, keeps_groups: bool = False):
     self.lines: list[Line] = []  # of the metrics, a step each
     self.spans: list[Span] = []  # of the newest bundles
     # All answers whose fate is settled, and those of them that were trained on.
     self.drawn, self.trained = Tally(), Tally()
     self.groups, self.stragglers = 0, 0
-    self._tau = tau
+    self._tau, self._keeps_groups = tau, keeps_groups
+    self.settled: list[Line] = []  # of rollouts.jsonl
 
   def log(self, step: int, metrics: Line) -> None:
     line = {'step': step} | metrics  # the same keys in all: one text each
     self.lines.append({sys.intern(key): value for key, value in line.items()})
 
   def rollouts(self, step: int, lines: Sequence[Line]) -> None:
-    del step
+    if self._keeps_groups:
+      self.settled += [{'step': step} | line for line in lines]
     lines = [line for line in lines if line['lengths']]
     if not lines:
       return

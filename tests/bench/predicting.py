@@ -22,18 +22,6 @@ from jaxrl_sched.sim.summary import Book
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-class Kept(Book):
-  """A book that keeps the lines of groups, too."""
-
-  def __init__(self):
-    super().__init__()
-    self.kept = []
-
-  def rollouts(self, step, lines):
-    super().rollouts(step, lines)
-    self.kept += [{'step': step} | line for line in lines]
-
-
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('out', type=pathlib.Path)
@@ -51,7 +39,7 @@ def main() -> int:
   half, steps = c['steps'] // 2, c['steps']
   prompts = config.prepare(c).prompts
   records = costs_lib.read_run(workdir, prompts=prompts, steps=range(1, half))
-  fitted, book = costs_lib.fit(records), Kept()
+  fitted, book = costs_lib.fit(records), Book(keeps_groups=True)
   simulate.simulate(c, fitted, workdir / 'rollouts.jsonl', book)
   real = read_jsonl(workdir / 'metrics.jsonl')
   print('| seconds of the second half | real | simulated | off |\n|---|---|---|---|')
@@ -64,8 +52,8 @@ def main() -> int:
     )
     off[key] = predicted / measured - 1 if measured else 0.0
     print(f'| {key[:-2]} | {measured:.2f} | {predicted:.2f} | {off[key]:+.1%} |')
-  same = to_json(book.kept) == to_json(read_jsonl(workdir / 'rollouts.jsonl'))
-  print(f'{len(book.kept)} groups decided {"alike" if same else "otherwise"}.')
+  same = to_json(book.settled) == to_json(read_jsonl(workdir / 'rollouts.jsonl'))
+  print(f'{len(book.settled)} groups decided {"alike" if same else "otherwise"}.')
   return 0 if same and abs(off['step_s']) <= 0.1 else 1
 
 
