@@ -12,28 +12,29 @@ import numpy as np
 
 from jaxrl_sched import plots, report
 from jaxrl_sched.metrics import to_json
+from jaxrl_sched.panels import Panel
 from jaxrl_sched.sim import summary
 
 _NAME = 120  # letters of a folder's name
 _PAGE = 150  # letters of a table's line, with 4 between two columns
 DRAWN = 8  # settings in a picture, at most: one a colour
 PANELS = (
-  report.Panel('Group size', 'answers a prompt', {'size/*': '*'}),
-  report.Panel('Events', 'share of groups with a straggler', {'events/*': '*'}),
-  report.Panel(
+  Panel('Group size', 'answers a prompt', {'size/*': '*'}),
+  Panel('Events', 'share of groups with a straggler', {'events/*': '*'}),
+  Panel(
     'Waiting',
     'share of the time of a step in which an engine waits for others',
     {'waits/*': '*'},
     unit_range=True,
   ),
-  report.Panel(
+  Panel(
     'Empty slots',
     'share of those of engines at work',
     {'slots/*': '*'},
     unit_range=True,
   ),
-  report.Panel('Pass rate', 'of what is drawn', {'pass_rate/*': '*'}, unit_range=True),
-  report.Panel('Time', 'seconds a step', {'time/*': '*'}),
+  Panel('Pass rate', 'of what is drawn', {'pass_rate/*': '*'}, unit_range=True),
+  Panel('Time', 'seconds a step', {'time/*': '*'}),
 )
 
 

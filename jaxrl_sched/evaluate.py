@@ -10,7 +10,7 @@ workdir's own config.json is used.
 import pathlib
 import sys
 
-from jaxrl_sched import config, evaluation, settings
+from jaxrl_sched import config, evaluation, models, settings
 from jaxrl_sched.train import overrides, parser
 
 EPILOG = """\
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     workdir = settings.local_workdir(arguments.workdir)
     c = config.of_workdir(arguments.config, workdir, overrides(rest))
     c['tiers'] = None  # its table need not be there any more
-    label = None if arguments.hf is None else config.judge_folder(c, arguments.hf)
+    label = None if arguments.hf is None else models.judge_folder(c, arguments.hf)
     run = config.prepare(c)
     if run.evaluate is None:
       raise ValueError('config.evaluate: missing, nothing says what to evaluate on')

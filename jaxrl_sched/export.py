@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_sched import config
+from jaxrl_sched import config, models
 from jaxrl_sched.device import lora, weights
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
@@ -52,8 +52,8 @@ def main(argv: list[str] | None = None) -> int:
       raise ValueError(f'--max-shard-gb={arguments.max_shard_gb}: expected above 0')
     c = config.of_workdir(arguments.config, workdir, overrides(rest))
     [step] = config.checkpointed_steps(workdir, arguments.step)
-    source = config.Model(**c['model'])
-    tokenizer = config.open_tokenizer(source)
+    source = models.Model(**c['model'])
+    tokenizer = models.open_tokenizer(source)
     generation = weights.generation_config(source.path) if source.path else None
     model, parameters = checkpointed(c, workdir, step)
     weights.export(
@@ -81,20 +81,20 @@ def checkpointed(
   c: dict[str, Any], workdir: pathlib.Path, step: int
 ) -> tuple[ModelConfig, dict]:
   """The policy's weights at a step, on one device, without the optimizer's state."""
-  mesh, source = meshes.make_mesh(), config.Model(**c['model'])
-  tokenizer = config.open_tokenizer(source)
+  mesh, source = meshes.make_mesh(), models.Model(**c['model'])
+  tokenizer = models.open_tokenizer(source)
   cut = dict(dtype=source.dtype, vocab_parts=c['mesh'].get('model', 1))
   cut['known_tokens'] = known_ids(tokenizer)
   base = None
   if source.path is None:
-    plain = config.fresh_model(source, tokenizer)
+    plain = models.fresh_model(source, tokenizer)
     if c['lora'] is not None:
       base = model_lib.init(plain, c['seed'])
   elif c['lora'] is None:
     plain = weights.describe(source.path, **cut)
   else:
     plain, base = weights.load(source.path, mesh=mesh, **cut)
-  trained, description = config.trained_model(c, plain, base, mesh)
+  trained, description = models.trained_model(c, plain, base, mesh)
 
   shapes, _ = model_lib.abstract(trained)
   if base is not None:

@@ -46,7 +46,9 @@ def train(
       found, score, began = {}, None, engine.now()
       is_judged = evaluate is not None and (step % evaluate_every == 0 or step == steps)
       is_saved = step > 0 and (step % save_every == 0 or step == steps)
-      if is_judged or is_saved:  # so that sampling counts as the step's, not as theirs
+      # Bundles under way are a part of what is saved, with the tokens they have got; and
+      # sampling them counts as the step's time, not as an evaluation's.
+      if is_judged or is_saved:
         scheduler.keep(engine.drain(step + scheduler.lag))
       drained = engine.now() - began
       if is_judged:
@@ -54,7 +56,8 @@ def train(
       if step % compare_every == 0:
         engine.compare("the controllers' state", boundary)
       if is_saved:
-        _save(engine, scheduler, recorder, step, boundary, score)
+        recorder.flush()  # what came before a checkpoint is on disk before it
+        engine.save(boundary(), score=score)
       if step == steps:
         recorder.rollouts(step, scheduler.pending())
         recorder.log(step, found)
@@ -64,17 +67,12 @@ def train(
       recorder.log(step, found | numbers)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
-      _save(engine, scheduler, recorder, step, boundary, None)
+      scheduler.keep(engine.drain(step + scheduler.lag))
+      recorder.flush()
+      engine.save(boundary(), score=None)
       return False
   recorder.flush()
   return True
-
-
-def _save(engine, scheduler, recorder, step, boundary, score) -> None:
-  """Bundles under way are a part of what is saved, with the tokens they have got."""
-  scheduler.keep(engine.drain(step + scheduler.lag))
-  recorder.flush()  # what came before a checkpoint is on disk before it
-  engine.save(boundary(), score=score)
 
 
 def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:

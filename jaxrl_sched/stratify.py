@@ -19,7 +19,7 @@ import pathlib
 import sys
 from typing import Any
 
-from jaxrl_sched import config, settings
+from jaxrl_sched import config, models, settings
 from jaxrl_sched.control.difficulty import TIERS, tier
 from jaxrl_sched.engine import Stopped
 from jaxrl_sched.evaluation import FIRST_DRAW
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     c['tiers'] = None  # its table may be what is to be made
     step, label = None, 'start'
     if arguments.hf is not None:
-      label = config.judge_folder(c, arguments.hf)
+      label = models.judge_folder(c, arguments.hf)
     elif arguments.step is not None:
       if arguments.step == 'all':
         raise ValueError('--step=all: expected one step')

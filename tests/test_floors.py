@@ -25,11 +25,13 @@ FLOORS = {
   'console': 3,
   'metrics': 3,
   'plots': 3,
+  'panels': 3,
   'report': 3,
   'comparison': 3,
   'settings': 4,
   'checks': 4,
   'controllers': 4,
+  'models': 4,
   'config': 4,
   'train': 5,
   'evaluate': 5,
@@ -43,7 +45,7 @@ APART = ({'device'}, {'sim'})
 HEAVY = {'jax', 'flax', 'optax', 'orbax', 'grain', 'transformers', 'torch'}
 # Above the ground floors too: the simulator runs this very loop without jax.
 WITHOUT_JAX = {'sim', 'loop', 'evaluation', 'console', 'metrics', 'plots', 'report'}
-WITHOUT_JAX |= {'simulate', 'comparison'}
+WITHOUT_JAX |= {'simulate', 'comparison', 'panels'}
 FILES = sorted(p for p in ROOT.rglob('*.py') if p.name != '__init__.py')
 
 

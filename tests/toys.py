@@ -192,3 +192,13 @@ def graded(
     rewards=verdicts,
     faults=(None,) * len(verdicts),
   )
+
+
+def kept(lengths, aborted, size, first_finished):
+  """The answers that relief keeps, by definition: what was not aborted comes first, by
+  number or by length."""
+  good = [a for a in range(len(lengths)) if not aborted[a]]
+  if first_finished:
+    good.sort(key=lambda a: (lengths[a], a))
+  bad = [a for a in range(len(lengths)) if aborted[a]]
+  return set((good + bad)[:size])

@@ -39,6 +39,29 @@ class OpenBatch:
   settled: list[ledger.Entry] = dataclasses.field(default_factory=list)
   lesson: Lesson | None = None  # once it is full
 
+  def settle(self, *, carries: bool, overlong_filter: bool) -> list[Group]:
+    """It has been learned from, which settles what becomes of its groups.
+
+    Args:
+      carries: useful groups that it did not take go into the next batch, once.
+      overlong_filter: truncated answers were not trained on.
+
+    Returns:
+      Those that are carried.
+    """
+    for group, keep in zip(self.lesson.groups, self.lesson.keep, strict=True):
+      used = ~group.truncated if overlong_filter else np.ones(group.size, bool)
+      self.settled.append(ledger.taken(group, keep, used))
+    new, carried = {group.request.draw for group in self.seen}, []
+    for group in self.filling.left:
+      is_new = group.request.draw in new
+      if carries and is_new:
+        carried.append(group)
+      else:
+        reason = 'surplus' if is_new else 'stale'
+        self.settled.append(ledger.Entry(group, 'dropped', reason))
+    return carried
+
 
 class Learning:
   """What is made of the groups of a step. The arguments are those of `Scheduler`."""

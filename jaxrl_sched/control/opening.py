@@ -22,6 +22,11 @@ class Terms:
   sizes: list[int]  # those of prompts may have
   is_rolling: bool = False
 
+  @property
+  def by_turns(self) -> bool:
+    """Whether streams take turns, and all that is asked for is trained on."""
+    return self.groups == 0 and not self.is_rolling
+
 
 @dataclasses.dataclass
 class Yield:

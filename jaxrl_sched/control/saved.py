@@ -1,6 +1,6 @@
 """A scheduler's state in a checkpoint: bundles under way, and what no run would save."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import dataclasses
 import math
 from typing import Any
@@ -9,6 +9,7 @@ from jaxrl_sched.control import ledger
 from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.learning import OpenBatch
 from jaxrl_sched.control.opening import Terms
+from jaxrl_sched.types import Group
 
 _PENDING = ('carried', 'paused', 'bundles')
 _BUNDLE = ('bundle', 'version', 'terms', 'visited', 'pruned', 'going_on', 'groups')
@@ -27,6 +28,16 @@ def pack(batch: OpenBatch) -> dict[str, Any]:
     'going_on': [ledger.pack(group) for group in batch.going_on],
     'groups': None if groups is None else [ledger.pack(group) for group in groups],
   }
+
+
+def unpack(
+  packed: dict[str, Any], batch: OpenBatch, unpacked: Callable[[dict[str, Any]], Group]
+) -> None:
+  """Puts what `pack` gave into the batch of its bundle, as it was on its way."""
+  batch.round, batch.is_awaited, batch.asked = 1, True, len(packed['groups'])
+  batch.visited, batch.pruned = packed['visited'], packed['pruned']
+  batch.going_on = list(map(unpacked, packed['going_on']))
+  batch.waiting = list(map(unpacked, packed['groups']))
 
 
 def check(state: dict[str, Any], streams: Iterable[str]) -> None:

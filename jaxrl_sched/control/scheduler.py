@@ -139,7 +139,7 @@ class Scheduler:
       borrow=borrow,
       sagc=sagc,
     )
-    self._dynamic, self._surplus_rule = dynamic_sampling, surplus
+    self._dynamic, self._carries = dynamic_sampling, surplus == 'carry'
     self._borrow = borrow
     self._overlong_filter = overlong_filter
     self._max_rounds = max_rounds if dynamic_sampling else 1
@@ -177,13 +177,13 @@ class Scheduler:
     batch = self._open.get(bundle) or self._begin(bundle, step)
     when = When(step=bundle, version=batch.version, part=batch.round, draw=self._draw)
     terms, filling = batch.terms, batch.filling
-    if self._opening.by_prompt and not self._dynamic:
+    if terms.by_turns:
       return self._planner.by_turns(filling, self._rollouts, terms.sizes, when)
     if batch.round == 0 and self._ahead:
       return self._planner.drawn(self._ahead[0], terms.size, when)
     is_last = batch.round + 1 == self._max_rounds
     wanted = self._opening.wanted(filling, batch.most, is_last=is_last)
-    if self._opening.by_prompt:
+    if terms.is_rolling:
       return self._planner.by_prompt(wanted, filling.rest, terms.sizes, when)
     if batch.round == 0 and (count := self._window(bundle)) > 1:
       # What is carried fills the first bundle only: the others would lack it.
@@ -206,8 +206,7 @@ class Scheduler:
     """The batch of a bundle before its first round."""
     batch = self._batch_of(bundle, version, self._opening.terms(bundle))
     if self._asp.lag == 0:  # what is carried need not be asked for
-      self._offer_carried(batch.filling)
-      batch.has_begun = True
+      self._offer_first(batch)
     return batch
 
   def _batch_of(self, bundle: int, version: int, terms: Terms) -> OpenBatch:
@@ -215,16 +214,16 @@ class Scheduler:
     most = {stream: 10 * n for stream, n in filling.lacking().items()}
     return OpenBatch(bundle, version, terms, filling, most)
 
-  def _offer_carried(self, filling: Quotas | Pot | Turns) -> None:
-    located = self._locate(self._carried)
-    for (stream, _), group in zip(located, self._carried, strict=True):
+  def _offer(self, filling: Quotas | Pot | Turns, groups: Sequence[Group]) -> None:
+    """Useful groups of a round, or of an earlier bundle."""
+    for (stream, _), group in zip(self._locate(groups), groups, strict=True):
       filling.offer(stream, group)
     filling.settle(last=False)
 
   def _offer_first(self, batch: OpenBatch) -> None:
     """What is carried, once it is known: with a lag long after the plan."""
     if not batch.has_begun:
-      self._offer_carried(batch.filling)
+      self._offer(batch.filling, self._carried)
       batch.has_begun = True
 
   def _window(self, bundle: int) -> int:
@@ -263,11 +262,11 @@ class Scheduler:
       awake = self._source.take(stream, visits, draws)
       if self._pruner is not None:
         self._pruner.wake(stream, awake)
-      if self._opening.by_prompt and not self._dynamic:
+      if batch.terms.by_turns:
         # Under `fill` others have taken the places of those pruned.
         fills = self._pruner is not None and self._pruner.fills
         batch.filling.counts[stream] += len(draws) - fills * draws.count(None)
-    if self._opening.by_prompt and not self._dynamic:
+    if batch.terms.by_turns:
       self._opening.took(batch.terms, batch.filling.counts)
 
   def _opened(self, bundle: int, version: int) -> OpenBatch:
@@ -349,15 +348,10 @@ class Scheduler:
       return False
     filling = self._batch.filling.copy()
     if not self._batch.has_begun:
-      self._offer_carried(filling)
+      self._offer(filling, self._carried)
     groups = [group for group in groups if not group.is_paused]
-    located = self._locate(groups)
-    for (stream, _), group, kind in zip(
-      located, groups, ledger.kinds(groups), strict=True
-    ):
-      if kind == 'useful':
-        filling.offer(stream, group)
-    filling.settle(last=False)
+    kinds = zip(groups, ledger.kinds(groups), strict=True)
+    self._offer(filling, [group for group, kind in kinds if kind == 'useful'])
     return not any(filling.lacking().values())
 
   def take_batch(self, step: int) -> Lesson:
@@ -380,17 +374,9 @@ class Scheduler:
     """
     batch = self._open.pop(step)
     lesson = batch.lesson
-    for group, keep in zip(lesson.groups, lesson.keep, strict=True):
-      used = ~group.truncated if self._overlong_filter else np.ones(group.size, bool)
-      batch.settled.append(ledger.taken(group, keep, used))
-    self._carried = []
-    new = {group.request.draw for group in batch.seen}
-    for group in batch.filling.left:
-      if self._surplus_rule == 'carry' and group.request.draw in new:
-        self._carried.append(group)
-      else:
-        reason = 'surplus' if group.request.draw in new else 'stale'
-        batch.settled.append(ledger.Entry(group, 'dropped', reason))
+    self._carried = batch.settle(
+      carries=self._carries, overlong_filter=self._overlong_filter
+    )
     self._paused += batch.paused
     self._paused.sort(key=lambda group: group.request.draw)
     if batch.terms.is_rolling:
@@ -404,7 +390,8 @@ class Scheduler:
     for other in self._open.values():  # their paused groups went on there
       pending += other.going_on
     metrics = ledger.count(sampled, batch.settled, pending)
-    metrics |= ledger.averages(batch.seen) | self._shares(lesson)
+    metrics |= ledger.averages(batch.seen)
+    metrics |= self._source.shares([g.request.prompt for g in lesson.groups])
     metrics |= self._source.metrics() | self._learning.metrics(batch)
     metrics['rollout/rounds'] = batch.round
     prompts = {group.request.prompt.id for group in lesson.groups}
@@ -413,18 +400,6 @@ class Scheduler:
       metrics['rollout/borrowed'] = batch.filling.borrowed
     metrics |= ledger.relief(sampled, self._asp.relief)
     return metrics, [ledger.line(entry) for entry in batch.settled]
-
-  def _shares(self, lesson: Lesson) -> dict[str, float]:
-    """Of each dataset in the batch, and of each tier in its dataset."""
-    counts = collections.Counter(g.request.prompt.dataset for g in lesson.groups)
-    streams = collections.Counter(stream for stream, _ in self._locate(lesson.groups))
-    found = {}
-    for stream in self._source.sizes if lesson.groups else ():
-      name = self._source.dataset(stream)
-      found[f'share/{name}'] = counts[name] / len(lesson.groups)
-      if stream != name and counts[name]:
-        found[f'tiers/share/{stream}'] = streams[stream] / counts[name]
-    return found
 
   def pending(self) -> list[dict[str, Any]]:
     """A line for each group without a fate: what the end of a run leaves."""
@@ -508,11 +483,7 @@ class Scheduler:
     for packed in pending['bundles']:
       terms = Terms(**packed['terms'])
       batch = self._batch_of(packed['bundle'], packed['version'], terms)
-      batch.round, batch.is_awaited = 1, True
-      batch.asked = len(packed['groups'])
-      batch.visited, batch.pruned = packed['visited'], packed['pruned']
-      batch.going_on = list(map(self._unpacked, packed['going_on']))
-      batch.waiting = list(map(self._unpacked, packed['groups']))
+      saved.unpack(packed, batch, self._unpacked)
       self._open[batch.bundle] = batch
 
   def _unpacked(self, packed: dict[str, Any]) -> Group:

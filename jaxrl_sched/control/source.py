@@ -1,5 +1,6 @@
 """Where prompts come from: streams, which are datasets or difficulty tiers of them."""
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,18 @@ class Source:
       places = self._tiers.places(name, [prompts[i].index for i in mine])
       for i, place in zip(mine, places, strict=True):
         found[i] = place
+    return found
+
+  def shares(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Of each dataset among these prompts of a batch, and of each tier in its dataset."""
+    counts = collections.Counter(prompt.dataset for prompt in prompts)
+    streams = collections.Counter(stream for stream, _ in self.locate(prompts))
+    found = {}
+    for stream in self.sizes if prompts else ():
+      name = self.dataset(stream)
+      found[f'share/{name}'] = counts[name] / len(prompts)
+      if stream != name and counts[name]:
+        found[f'tiers/share/{stream}'] = streams[stream] / counts[name]
     return found
 
   # --- plan state ---

@@ -236,7 +236,7 @@ class DeviceEngine:
   def _go_on(self) -> bool:
     """One sampler a chunk further, with whatever it is at. Whether there was work."""
     lanes = self._lanes if not self._has_teacher else [*self._lanes, *self._judges]
-    return advance_one(lanes, in_order=multihost.count() > 1)
+    return advance_one(lanes)
 
   def _finish(self, job: Job, doing: str, look: Callable[[], None]) -> None:
     """Samples until all of this round has ended; what was submitted before it, first."""
@@ -314,9 +314,8 @@ class DeviceEngine:
         metrics = {k: v for k, v in metrics.items() if not k.startswith(gap)}
     self.step += 1
     if self._lag:  # samplers go on while the device learns
-      while not _is_ready(self._learner.state) and multihost.count() == 1:
-        if not self._go_on():
-          break
+      while not _is_ready(self._learner.state) and self._go_on():
+        pass
     # Waiting here keeps times honest.
     jax.block_until_ready(self._learner.state)
     learned_at = time.perf_counter()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxrl_sched.engine import Span
 from jaxrl_sched.types import Completion, Request, Share
@@ -148,19 +148,16 @@ def busy_within(spans: Iterable[Span], begin: float, end: float) -> float:
   return sum(max(0.0, min(s.end, end) - max(s.begin, begin)) for s in spans)
 
 
-def advance_one(lanes: Sequence[Lane], *, in_order: bool) -> Any:
+def advance_one(lanes: Sequence[Lane]) -> bool:
   """One lane a chunk further: one that need not be waited for, if there is such.
 
-  Args:
-    in_order: always the first that has work, as where processes have to launch alike.
+  Which it is hangs on timing. With several processes there is one lane, and no choice.
 
   Returns:
-    The lane, or None where no lane has work.
+    Whether any lane had work.
   """
   busy = [lane for lane in lanes if lane.has_work]
   if not busy:
-    return None
-  ready = busy if in_order else [lane for lane in busy if lane.ready()]
-  lane = (ready or busy)[0]
-  lane.advance()
-  return lane
+    return False
+  next((lane for lane in busy if lane.ready()), busy[0]).advance()
+  return True

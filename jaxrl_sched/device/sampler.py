@@ -34,7 +34,6 @@ class Sampler:
 
   Attributes:
     version: of the weights that were loaded last.
-    idle_share: of the slot-steps of the last `generate`.
   """
 
   def __init__(
@@ -65,7 +64,6 @@ class Sampler:
     self.config, self.slots, self.chunk = config, slots, chunk
     self.cache_length, self.prefill_rows = cache_length, prefill_rows
     self.detokenize = detokenize
-    self.idle_share = 0.0
     ready = functools.partial(model_lib.by_layer, config)
     self._ready = jax.jit(ready)  # always a copy: a learner gives its own arrays away
     self._weights_at = meshes.parameter_shardings(
@@ -199,7 +197,6 @@ class Sampler:
           on_chunk()
     finally:
       rollout.abandon()
-    self.idle_share = 1 - rollout.busy / max(1, rollout.slot_steps)
     place = {request.draw: i for i, request in enumerate(requests)}
     order = sorted(rollout.completions, key=lambda key: (place[key[0]], key[1]))
     return [rollout.completions[key] for key in order]

@@ -22,15 +22,6 @@ def spell(tokens) -> str:
   return ''.join(chr(97 + t % 26) for t in tokens)
 
 
-def expected(lengths, aborted, size, first_finished):
-  """By definition: what was not aborted comes first, by number or by length."""
-  good = [a for a in range(len(lengths)) if not aborted[a]]
-  if first_finished:
-    good.sort(key=lambda a: (lengths[a], a))
-  bad = [a for a in range(len(lengths)) if aborted[a]]
-  return set((good + bad)[:size])
-
-
 # --- spare answers, sampled ---------------------------------------------------------
 
 
@@ -98,7 +89,7 @@ def test_the_same_are_kept_in_any_slots_chunks_and_order(
   kept = {
     (draw, k)
     for draw in range(len(asked))
-    for k in expected(
+    for k in toys.kept(
       [len(full[draw, k].tokens) for k in range(7)], [0] * 7, 4, first_finished
     )
   }
@@ -244,7 +235,7 @@ def test_who_is_kept_is_the_same_with_pauses(samplers, first_finished):
     kept = {
       (draw, k)
       for draw in range(len(everything))
-      for k in expected(
+      for k in toys.kept(
         [len(full[draw, k].tokens) for k in range(6)], [0] * 6, 4, first_finished
       )
     }

@@ -6,20 +6,12 @@ What is left after each bundle is the same under any order, slots and chunks.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
+import toys
 
 from jaxrl_sched.host import relief
 from jaxrl_sched.types import Completion
 
 quick = settings(derandomize=True, deadline=None, max_examples=300)
-
-
-def expected(lengths, aborted, size, first_finished):
-  """By definition: what was not aborted comes first, by number or by length."""
-  good = [a for a in range(len(lengths)) if not aborted[a]]
-  if first_finished:
-    good.sort(key=lambda a: (lengths[a], a))
-  bad = [a for a in range(len(lengths)) if aborted[a]]
-  return set((good + bad)[:size])
 
 
 @st.composite
@@ -38,7 +30,7 @@ def race_on(begun, race, first_finished, *, slots, chunk, pause, order):
     begun: answer -> tokens it had before.
   """
   size, lengths, aborted = race
-  kept = expected(lengths, aborted, size, first_finished)
+  kept = toys.kept(lengths, aborted, size, first_finished)
   found = relief.Race(size, first_finished=first_finished)
   found.open = dict(begun)
   for a in begun:
@@ -86,7 +78,7 @@ def test_what_is_kept_hangs_on_lengths_alone(race, first_finished, pause, one, o
     if not found.open:
       break
     begun = found.open | {a: lengths[a] for a in found.ended}
-  kept = expected(lengths, aborted, size, first_finished)
+  kept = toys.kept(lengths, aborted, size, first_finished)
   assert set(found.ended) == kept and dropped == set(range(len(lengths))) - kept
   assert all(found.is_kept(a) for a in kept)
 
