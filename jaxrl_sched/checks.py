@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 import contextlib
 import importlib.util
+import math
 from typing import Any
 
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.sagc_checks import check_sizes
 from jaxrl_sched.device import losses
+from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device.learner import make_optimizer
 from jaxrl_sched.device.lora import Lora
 from jaxrl_sched.host.packing import AVERAGES, AVERAGING
@@ -24,8 +26,12 @@ def named(prefix: str) -> Iterator[None]:
     raise ValueError(f'{prefix}{error}') from None
 
 
-def check_numbers(c: dict[str, Any]) -> None:
-  """Relations between settings, in numbers."""
+def check_numbers(c: dict[str, Any], *, hosts: int = 1) -> None:
+  """Relations between settings, in numbers.
+
+  Args:
+    hosts: that the devices of `mesh` are spread over.
+  """
 
   def need(good: bool, key: str, value: Any, expected: str) -> None:
     if not good:
@@ -57,18 +63,7 @@ def check_numbers(c: dict[str, Any]) -> None:
     cap = c['loss']['tis_cap']
     need(cap is None, 'loss.tis_cap', cap, 'None, as there is a teacher')
 
-  of_sampler = 'mesh' if c['sampler_mesh'] is None else 'sampler_mesh'
-  for mesh in {'mesh', of_sampler}:
-    for name, value in c[mesh].items():
-      need(value >= 1, f'{mesh}.{name}', value, 'at least 1')
-  for mesh, block, name in (
-    (of_sampler, 'sampler', 'slots'),
-    (of_sampler, 'sampler', 'prefill_rows'),
-    ('mesh', 'learner', 'rows'),
-  ):
-    parts, value = c[mesh]['data'] * c[mesh]['fsdp'], c[block][name]
-    multiple = f'a multiple of {mesh}.data * {mesh}.fsdp = {parts}'
-    need(value >= 1 and value % parts == 0, f'{block}.{name}', value, multiple)
+  _check_meshes(c, need, hosts)
   longest = c['prompts']['max_tokens'] + most
   need(
     c['learner']['row_tokens'] >= longest,
@@ -132,6 +127,49 @@ def _check_controllers(c: dict[str, Any], need: Callable) -> None:
     need(good, 'prune_prompts.regime', regime, expected)
   every = c['checkpoint']['compare_every']
   need(every >= 1, 'checkpoint.compare_every', every, 'at least 1')
+
+
+def _check_meshes(c: dict[str, Any], need: Callable, hosts: int) -> None:
+  """What the devices of a mesh share is to divide."""
+  mesh, apart, sampler = c['mesh'], c['sampler_mesh'], c['sampler']
+  for name, sizes in (('mesh', mesh), ('sampler_mesh', apart or {})):
+    for axis, value in sizes.items():
+      need(value >= 1, f'{name}.{axis}', value, 'at least 1')
+  need(
+    math.prod(mesh.values()) % hosts == 0,
+    'mesh',
+    meshes.product(mesh),
+    f'as many devices on each of the {hosts} hosts',
+  )
+  where = sampler['mesh']
+  need(where in ('local', 'global'), 'sampler.mesh', where, "'local' or 'global'")
+  if apart is not None:
+    need(where == 'local', 'sampler.mesh', where, "'local' with a sampler_mesh")
+    model = sampler['model']
+    need(model is None, 'sampler.model', model, 'sampler_mesh.model in its place')
+  elif where == 'global':
+    model = sampler['model']
+    good = model in (None, mesh['model'])
+    need(good, 'sampler.model', model, "that of the mesh with sampler.mesh='global'")
+  rows = meshes.mesh_axes('rows')
+  slots, of = meshes.mesh_axes('slots'), 'mesh' if apart is None else 'sampler_mesh'
+  if apart is None and where == 'local':
+    each = math.prod(mesh.values()) // hosts
+    model = sampler['model'] or mesh['model']
+    expected = f"a divisor of the {each} devices of a host, or sampler.mesh='global'"
+    need(model >= 1 and each % model == 0, 'sampler.model', model, expected)
+    parts = each // model
+    told = f'{each} devices of a host / {model} parts of the model'
+  else:
+    parts = math.prod(c[of][axis] for axis in slots)
+    told = ' * '.join(f'{of}.{axis}' for axis in slots if c[of][axis] > 1) or '1'
+  for name in ('slots', 'prefill_rows'):
+    value, multiple = sampler[name], f'a multiple of {told} = {parts}'
+    need(value >= 1 and value % parts == 0, f'sampler.{name}', value, multiple)
+  for name, axes in (('rows', rows), ('row_tokens', meshes.mesh_axes('tokens'))):
+    value, parts = c['learner'][name], math.prod(mesh[axis] for axis in axes)
+    multiple = f'a multiple of {" * ".join(f"mesh.{axis}" for axis in axes)} = {parts}'
+    need(value >= 1 and value % parts == 0, f'learner.{name}', value, multiple)
 
 
 def _check_asp(c: dict[str, Any], need: Callable) -> None:

@@ -24,9 +24,11 @@ from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.controllers import PruneAnswers, PrunePrompts, make_scheduler
 from jaxrl_sched.device import lora, multihost, weights
+from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.engine import DeviceEngine
+from jaxrl_sched.device.handover import Handover
 from jaxrl_sched.device.learner import Learner, Loss, make_optimizer
 from jaxrl_sched.device.mesh import ON_CPU, make_mesh
 from jaxrl_sched.device.model import ModelConfig
@@ -46,9 +48,11 @@ from jaxrl_sched.types import Sampling
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplerBlock:
-  slots: int
+  slots: int  # of each engine
   chunk: int = 16
   prefill_rows: int = 8
+  mesh: str = 'local'  # an engine a host; or 'global': one on all hosts' devices
+  model: int | None = None  # parts that heads are cut into; None: mesh.model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -259,10 +263,11 @@ def prepare(c: dict[str, Any]) -> Run:
   Raises:
     ValueError: the first thing that is wrong.
   """
-  check_numbers(c)
+  check_numbers(c, hosts=multihost.count())
   model = Model(**c['model'])
   tokenizer = models.open_tokenizer(model)
-  shape = models.described_model(model, tokenizer, vocab_parts=c['mesh']['model'])
+  shape = models.described_model(model, tokenizer, vocab_parts=vocab_parts(c))
+  check_meshes(c, shape)
   if c['lora'] is not None:
     lora.Lora(**c['lora']).check_rank(shape)
   sampling = Sampling(**c['sampling'], stop_ids=models.end_ids(model, tokenizer, shape))
@@ -274,7 +279,8 @@ def prepare(c: dict[str, Any]) -> Run:
     # Scores over the short ones only would be another benchmark's.
     changed = {'datasets': evaluate.datasets, 'too_long': 'refuse'}
     held_out = PromptSet(**c['prompts'] | changed, **of_model)
-  scheduler = make_scheduler(c, prompts, sampling)
+  hosts = multihost.count() if c['sampler']['mesh'] == 'local' else 1
+  scheduler = make_scheduler(c, prompts, sampling, hosts=hosts)
   if c['teacher'] is not None:
     teacher = References(tokenizer)
     teacher.check(prompts.all(), sampling.max_new_tokens, shape.vocab_used)
@@ -301,21 +307,51 @@ def prepare(c: dict[str, Any]) -> Run:
   return run
 
 
+def sampler_parts(c: dict[str, Any]) -> int:
+  """Into how many parts samplers cut heads and vocabulary."""
+  if c['sampler_mesh'] is not None:
+    return c['sampler_mesh']['model']
+  return c['sampler']['model'] or c['mesh']['model']
+
+
+def vocab_parts(c: dict[str, Any]) -> int:
+  """Into how many parts the vocabulary is to be cut by learner and samplers."""
+  return math.lcm(c['mesh']['model'], sampler_parts(c))
+
+
+def check_meshes(c: dict[str, Any], shape: ModelConfig) -> None:
+  """Whether the model can be cut as the config asks for."""
+  shapes, axes = model_lib.abstract(shape)
+  meshes.check_divides(shapes, axes, c['mesh'], key='config.mesh')
+  parts = {'model': sampler_parts(c)}
+  meshes.check_divides(shapes, axes, parts, whole=('embed',), key='config.sampler')
+
+
 def sampler_meshes(c: dict[str, Any], mesh: jax.sharding.Mesh) -> list:
-  """The mesh of each sampling engine: the learner's, or the devices after it."""
-  if c['sampler_mesh'] is None:
+  """The mesh of each of this process's engines.
+
+  On its devices in the learner's mesh, or on those that are left; or, with
+  sampler.mesh='global', the learner's mesh.
+  """
+  if c['sampler']['mesh'] == 'global':
     return [mesh]
-  devices, engines = jax.devices(), c['asp']['engines']
+  host = multihost.index()
+  if c['sampler_mesh'] is None:
+    return [meshes.host_part(meshes.hosts_mesh(mesh, model=sampler_parts(c)), host)]
+  own, engines = jax.local_devices(), c['asp']['engines']
+  left = [device for device in own if device not in set(mesh.devices.flat)]
   each = math.prod(c['sampler_mesh'].values())
-  needed = mesh.size + engines * each
-  if needed > len(devices):
+  if engines * each > len(left):
+    learning = len(own) - len(left)
+    needed = learning + engines * each
+    of_host = ' a host' if multihost.count() > 1 else ''
     raise ValueError(
       f'config.sampler_mesh: {each} devices for each of {engines} engines and '
-      f'{mesh.size} to learn on are {needed}, expected at most the {len(devices)} there '
-      f'are{ON_CPU if devices[0].platform == "cpu" else ""}'
+      f'{learning} to learn on are {needed}{of_host}, expected at most the {len(own)} '
+      f'there are{ON_CPU if own[0].platform == "cpu" else ""}'
     )
-  starts = range(mesh.size, needed, each)
-  return [make_mesh(**c['sampler_mesh'], devices=devices[i:]) for i in starts]
+  starts = range(0, engines * each, each)
+  return [make_mesh(**c['sampler_mesh'], devices=left[i:]) for i in starts]
 
 
 def build_engine(
@@ -331,19 +367,20 @@ def build_engine(
     read_only: never writes into the workdir's checkpoints.
     stopping: whether the engine is to stop.
   """
-  if multihost.count() > 1 and (run.c['asp']['lag'] or run.c['sampler_mesh']):
-    raise ValueError(
-      f'config.asp.lag: {run.c["asp"]["lag"]}, config.sampler_mesh: '
-      f'{run.c["sampler_mesh"]}; expected 0 and None with {multihost.count()} processes'
-    )
   mesh = make_mesh(**run.c['mesh'])
   path = run.model.path
   if path is not None:
     model, parameters = weights.load(
-      path, mesh=mesh, dtype=run.model.dtype, known_tokens=run.shape.known_tokens
+      path,
+      mesh=mesh,
+      dtype=run.model.dtype,
+      vocab_parts=vocab_parts(run.c),
+      known_tokens=run.shape.known_tokens,
     )
   else:
     model, parameters = run.shape, model_lib.init(run.shape, run.c['seed'])
+    at = meshes.parameter_shardings(*model_lib.abstract(model), mesh)
+    parameters = meshes.put(parameters, at)
   trained, description = models.trained_model(run.c, model, parameters, mesh)
   checkpoints = Checkpoints(
     workdir / 'checkpoints',
@@ -353,7 +390,7 @@ def build_engine(
   )
   samplers = [
     Sampler(
-      parameters,
+      None,  # the handover brings them
       model,
       slots=run.sampler.slots,
       cache_length=run.cache_length,
@@ -377,8 +414,16 @@ def build_engine(
     remat=run.learner.remat,
     seed=run.c['seed'],
   )
+  is_global = run.sampler.mesh == 'global'
   return DeviceEngine(
     samplers=samplers,
+    handover=Handover(
+      model,
+      mesh,
+      model=None if is_global else sampler_parts(run.c),
+      apart=run.c['sampler_mesh'] is not None,
+    ),
+    is_global=is_global,
     learner=learner,
     grader=GradingPool(**run.c['grading'], warm=run.verifiers),
     tokenizer=run.tokenizer,

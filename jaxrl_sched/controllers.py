@@ -48,9 +48,12 @@ class PruneAnswers:
 
 
 def make_scheduler(
-  c: dict[str, Any], prompts: PromptSet, sampling: Sampling
+  c: dict[str, Any], prompts: PromptSet, sampling: Sampling, *, hosts: int = 1
 ) -> Scheduler:
   """The controllers that a checked config names, put together.
+
+  Args:
+    hosts: each of which has asp.engines sampling engines.
 
   Raises:
     ValueError: what does not go together, or with these prompts.
@@ -93,7 +96,7 @@ def make_scheduler(
     leave_one_out=sagc is not None
     and sagc.prompt_aware
     and not c['advantage']['divide_by_std'],
-    asp=Asp(**c['asp']),
+    asp=Asp(**c['asp'] | {'engines': hosts * c['asp']['engines']}),
     slots=c['sampler']['slots'],
     steps=c['steps'],
     seed=c['seed'],

@@ -10,7 +10,7 @@ workdir's own config.json is used.
 import pathlib
 import sys
 
-from jaxrl_sched import config, evaluation, models, settings
+from jaxrl_sched import config, evaluation, models, storage
 from jaxrl_sched.train import overrides, parser
 
 EPILOG = """\
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
   )
   arguments, rest = arguments.parse_known_args(argv)
   try:
-    workdir = settings.local_workdir(arguments.workdir)
+    workdir = storage.path(arguments.workdir, '--workdir=')
     c = config.of_workdir(arguments.config, workdir, overrides(rest))
     c['tiers'] = None  # its table need not be there any more
     label = None if arguments.hf is None else models.judge_folder(c, arguments.hf)
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     if label is None:
       names = config.checkpointed_steps(workdir, arguments.step)
     engine = config.build_engine(run, workdir, read_only=True)
-  except ValueError as error:
+  except (ValueError, storage.StorageError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
   try:
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
       if label is None:
         engine.restore(name)
       _evaluate(run, engine, prompts, name, workdir)
-  except ValueError as error:
+  except (ValueError, storage.StorageError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
   finally:
@@ -72,9 +72,10 @@ def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:
     'seed': run.c['seed'],
   }
   folder = workdir / 'eval' / str(name)
-  evaluation.write(
-    results, folder, lambda c: engine.text_of(c, sampling.stop_ids), about
-  )
+  with storage.written(folder) as here:
+    evaluation.write(
+      results, here, lambda c: engine.text_of(c, sampling.stop_ids), about
+    )
   for dataset, result in results.items():
     n = result.numbers
     passes = '  '.join(f'@{k} {n[f"pass@{k}"]:.3f}' for k in sorted({1, *e.k}))

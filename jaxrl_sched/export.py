@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_sched import config, models
+from jaxrl_sched import config, models, storage
 from jaxrl_sched.device import lora, weights
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
@@ -39,11 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     '--max-shard-gb', type=float, default=5.0, metavar='GB', help='of a file; 5'
   )
   arguments, rest = arguments.parse_known_args(argv)
-  workdir, out = pathlib.Path(arguments.workdir), pathlib.Path(arguments.out)
+  out = arguments.out
   jax.config.update('jax_platforms', 'cpu')
   # As Ctrl-C does, it raises, so that nothing half written is left behind.
   before = signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
+    workdir = storage.path(arguments.workdir, '--workdir=')
+    out = storage.path(out, '--out=')
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
       raise ValueError(f'--out={out}: exists, expected a new or empty folder')
     if arguments.step == 'all':
@@ -56,15 +58,16 @@ def main(argv: list[str] | None = None) -> int:
     tokenizer = models.open_tokenizer(source)
     generation = weights.generation_config(source.path) if source.path else None
     model, parameters = checkpointed(c, workdir, step)
-    weights.export(
-      model,
-      parameters,
-      out,
-      tokenizer=tokenizer,
-      stored_dtype=arguments.dtype,
-      generation_config=generation,
-      max_shard_bytes=int(arguments.max_shard_gb * 1e9),
-    )
+    with storage.written(out) as here:
+      weights.export(
+        model,
+        parameters,
+        here,
+        tokenizer=tokenizer,
+        stored_dtype=arguments.dtype,
+        generation_config=generation,
+        max_shard_bytes=int(arguments.max_shard_gb * 1e9),
+      )
   except (ValueError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
@@ -83,7 +86,7 @@ def checkpointed(
   """The policy's weights at a step, on one device, without the optimizer's state."""
   mesh, source = meshes.make_mesh(), models.Model(**c['model'])
   tokenizer = models.open_tokenizer(source)
-  cut = dict(dtype=source.dtype, vocab_parts=c['mesh'].get('model', 1))
+  cut = dict(dtype=source.dtype, vocab_parts=config.vocab_parts(c))
   cut['known_tokens'] = known_ids(tokenizer)
   base = None
   if source.path is None:

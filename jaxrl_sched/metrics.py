@@ -21,6 +21,7 @@ import uuid
 
 import numpy as np
 
+from jaxrl_sched import storage
 from jaxrl_sched.console import Console
 from jaxrl_sched.engine import Span
 
@@ -47,6 +48,7 @@ class Recorder:
     tensorboard: bool = True,
     wandb: dict[str, Any] | None = None,
     console: bool = True,
+    home: storage.Home | None = None,
   ):
     """Opens the files; what an earlier run wrote of steps before `start` stays.
 
@@ -59,11 +61,14 @@ class Recorder:
       tensorboard: whether to write events into `workdir/tensorboard`.
       wandb: keyword arguments of `wandb.init`, or None for no W&B.
       console: whether to print how the run is doing.
+      home: is told when to copy the workdir to where the run lives, if that is
+        elsewhere: at every `flush`, and now and then.
     """
     if '://' in str(workdir):
       raise ValueError(f'Metrics need a local folder, but workdir is {workdir}')
     self.workdir = pathlib.Path(workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
+    self._home = home
     self._next = start  # the lowest step that may be logged
     self._pending: tuple[int, dict[str, Any]] | None = None
     self._summary = _Summary()
@@ -107,6 +112,11 @@ class Recorder:
     self._next = step + 1
     self._write_pending()
     self._pending = (step, metrics)
+    if self._home:
+      try:
+        self._home.push_if_due()
+      except storage.StorageError as error:  # `flush` will see whether it lasts
+        self.say(f'Not copied this time: {error}')
 
   def rollouts(self, step: int, lines: list[dict[str, Any]]) -> None:
     """Writes a line for each group. Arrays become lists, NaN and infinity null."""
@@ -132,12 +142,17 @@ class Recorder:
     self._files[name].flush()
 
   def flush(self) -> None:
-    """Makes sure that all that was logged is on disk: to be called before a save."""
+    """Makes sure that all that was logged is on disk: to be called before a save.
+
+    Where the run lives elsewhere, it is there, too, or an error says that it is not.
+    """
     self._write_pending()
     for file in self._files.values():
       file.flush()
       os.fsync(file.fileno())
     self._tell(lambda logger: logger.flush())
+    if self._home:
+      self._home.push()
 
   def close(self) -> None:
     """Writes what is pending and ends; further calls do nothing."""
@@ -198,6 +213,40 @@ class Recorder:
 
   def _report(self, name: str, error: Exception) -> None:
     self.say(f'{name} is off for the rest of this run: {type(error).__name__}: {error}')
+
+
+class NoRecorder:
+  """In a Recorder's place on processes that write nothing down."""
+
+  def __enter__(self) -> 'NoRecorder':
+    return self
+
+  def __exit__(self, *_) -> None:
+    pass
+
+  def log(self, step: int, metrics: dict[str, Any]) -> None:
+    pass
+
+  def rollouts(self, step: int, lines: list[dict[str, Any]]) -> None:
+    pass
+
+  def samples(self, step: int, lines: list[dict[str, Any]]) -> None:
+    pass
+
+  def timeline(self, step: int, spans: Sequence[Span]) -> None:
+    pass
+
+  def progress(self, text: str) -> None:
+    pass
+
+  def say(self, text: str) -> None:
+    pass
+
+  def flush(self) -> None:
+    pass
+
+  def summary(self) -> dict[str, Any]:
+    return {}
 
 
 class Logger(Protocol):

@@ -23,12 +23,14 @@ from jaxrl_sched.device.tokenizers import (
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
   """`path`: a Hugging Face folder or hub id. Or `init`: fresh weights of this shape
-  (keyword arguments of ModelConfig) over `tokenizer`, a folder, a hub id or 'bytes'."""
+  (keyword arguments of ModelConfig) over `tokenizer`, a folder, a hub id or 'bytes'.
+  `hf_config` is what the path's config.json says, so that `preflight` needs no files."""
 
   path: str | None = None
   init: dict | None = None
   tokenizer: str | None = None
   dtype: str = 'float32'
+  hf_config: dict | None = None
 
 
 def open_tokenizer(model: Model) -> Tokenizer:

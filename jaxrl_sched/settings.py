@@ -7,12 +7,12 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import difflib
-import fcntl
 import importlib.util
 import inspect
 import json
 import math
 import pathlib
+import shutil
 import sys
 import types
 import typing
@@ -20,6 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl_sched import storage
 from jaxrl_sched.types import Unbounded
 
 
@@ -216,7 +217,7 @@ def local_workdir(name: str) -> pathlib.Path:
 
 
 def of_workdir(workdir: pathlib.Path) -> dict[str, Any] | None:
-  """The config that made a workdir; None: it is new."""
+  """The config that made a workdir, which may be remote; None: it is new."""
   file = workdir / 'config.json'
   if not file.exists():
     return None
@@ -255,16 +256,28 @@ def write(workdir: pathlib.Path, c: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def only_one(workdir: pathlib.Path) -> Iterator[None]:
-  """Makes the workdir, and holds it against a second run in the same place."""
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    lock = (workdir / '.lock').open('w')
-  except OSError as error:
-    raise ValueError(f'workdir {workdir}: cannot be written to: {error}') from None
-  with lock:
+def only_one(workdir: pathlib.Path) -> Iterator[storage.Home]:
+  """Makes the workdir, and holds it against a second run in the same place.
+
+  A remote one is held against a second run on this host; one on another host takes it
+  over (see `storage.Home`).
+
+  Yields:
+    Where the run is to write its files.
+  """
+  is_remote = storage.is_remote(workdir)
+  spool = storage.spool(workdir) if is_remote else None
+  with contextlib.ExitStack() as stack:
     try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-      raise ValueError(f'workdir {workdir}: another run is at work there') from None
-    yield
+      held = stack.enter_context(storage.locked(spool.parent if spool else workdir))
+    except OSError as error:
+      raise ValueError(f'workdir {workdir}: cannot be written to: {error}') from None
+    if not held:
+      raise ValueError(f'workdir {workdir}: another run is at work there')
+    if spool is None:
+      yield storage.Home(workdir)
+      return
+    shutil.rmtree(spool, ignore_errors=True)  # the remote files are the true ones
+    spool.mkdir()
+    yield storage.Home(spool, workdir)
+    shutil.rmtree(spool, ignore_errors=True)

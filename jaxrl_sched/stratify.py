@@ -21,9 +21,10 @@ from typing import Any
 
 from jaxrl_sched import config, models, settings
 from jaxrl_sched.control.difficulty import TIERS, tier
+from jaxrl_sched.device.together import Stop
 from jaxrl_sched.engine import Stopped
 from jaxrl_sched.evaluation import FIRST_DRAW
-from jaxrl_sched.train import Stop, overrides, parser
+from jaxrl_sched.train import overrides, parser
 from jaxrl_sched.types import Request
 
 EPILOG = """\

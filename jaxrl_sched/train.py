@@ -6,16 +6,16 @@ python -m jaxrl_sched.train --config=configs/quickstart.py --workdir=DIR
 import argparse
 from collections.abc import Callable, Sequence
 import contextlib
+import functools
 import pathlib
-import signal
 import sys
 import time
 from typing import Any
 
-from jaxrl_sched import config, evaluation, loop, report, settings
+from jaxrl_sched import config, evaluation, loop, report, settings, storage
 from jaxrl_sched.console import duration
-from jaxrl_sched.device.checkpoint import SaveError
-from jaxrl_sched.metrics import Recorder
+from jaxrl_sched.device import multihost, together
+from jaxrl_sched.metrics import NoRecorder, Recorder
 from jaxrl_sched.types import Group
 
 EPILOG = """\
@@ -48,7 +48,7 @@ def parser(
     '--config', required=config_needed, metavar='FILE.py[:ARG]', help='a config file'
   )
   result.add_argument(
-    '--workdir', required=workdir_needed, metavar='DIR', help='where the run lives'
+    '--workdir', required=workdir_needed, metavar='DIR', help='a folder, or gs://...'
   )
   return result
 
@@ -68,71 +68,72 @@ def overrides(rest: list[str]) -> list[tuple[str, str]]:
   return found
 
 
-class Stop:
-  """Whether a signal has asked the run to stop. A second Ctrl-C does not ask."""
-
-  def __init__(self):
-    self._asked = False
-    for number in (signal.SIGTERM, signal.SIGINT):
-      signal.signal(number, self._hear)
-
-  def __call__(self) -> bool:
-    return self._asked
-
-  def _hear(self, number: int, _) -> None:
-    self._asked = True
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def main(argv: list[str] | None = None) -> int:
   command = parser('train', __doc__, workdir_needed=False)
   command.add_argument(
     '--print-config', action='store_true', help='every key with its value; then end'
   )
+  command.add_argument(
+    '--stopped-exit-code',
+    type=int,
+    default=0,
+    metavar='N',
+    help='what to end with when stopped by a signal, saved but not complete',
+  )
   arguments, rest = command.parse_known_args(argv)
-  try:
+
+  def body() -> int:
     if arguments.print_config:
       print(settings.dumps(config.read(arguments.config, overrides(rest))), end='')
       return 0
     if arguments.workdir is None:
       command.error('the following arguments are required: --workdir')
-    workdir = settings.local_workdir(arguments.workdir)
-    c = config.read(arguments.config, overrides(rest))
+    complete, code = _train(arguments, overrides(rest))
+    return code if complete else arguments.stopped_exit_code
+
+  return together.run(body)
+
+
+def _train(arguments, changes: list[tuple[str, str]]) -> tuple[bool, int]:
+  """Whether the run is complete, and the exit code if it is."""
+  workdir = storage.path(arguments.workdir, '--workdir=')
+
+  def prepare() -> config.Run:
+    c = config.read(arguments.config, changes)
     run = config.prepare(c)
     settings.check_workdir(workdir, c, config.free(c))
-    with settings.only_one(workdir):
-      return _train(run, workdir)
-  except ValueError as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  except SaveError as error:  # a full disk, say; what was saved before stays
-    print(f'error: {error}', file=sys.stderr)
-    return 1
+    return run
+
+  run = multihost.together(prepare, name='preparing')
+  multihost.compare('config', lambda: settings.dumps(run.c))
+  sets = [found for found in (run.prompts, run.held_out) if found is not None]
+  multihost.compare('the prompts', lambda: ' '.join(found.digest() for found in sets))
+  if not multihost.is_first():
+    return _run(run, workdir, None)
+  with settings.only_one(workdir) as home:
+    return _run(run, workdir, home)
 
 
-def _train(run: config.Run, workdir: pathlib.Path) -> int:
-  began, steps, log = time.perf_counter(), run.c['steps'], run.c['log']
+def _run(
+  run: config.Run, workdir: pathlib.Path, home: storage.Home | None
+) -> tuple[bool, int]:
+  """As `_train`. Without a home nothing is written or said."""
+  began, steps = time.perf_counter(), run.c['steps']
   every = run.evaluate.every if run.evaluate else None
-  stop = Stop()
+  stop = together.Stop()
+  say = functools.partial(print, flush=True) if home is not None else _silent
   for note in notes(run):
-    print(note)
-  print('Building the model and compiling ...', flush=True)
+    say(note)
+  say('Building the model and compiling ...')
   with contextlib.closing(config.build_engine(run, workdir, stopping=stop)) as engine:
-    resumed = _restore(run, engine, workdir)
-    settings.write(workdir, run.c)
-    if not stop():
+    resumed = _restore(run, engine, workdir, say)
+    if home is not None:
+      settings.write(home.folder, run.c)
+      home.push()
+    if not multihost.agree(stop, name='stop before the first step'):
       engine.warm_up(run.longest_prompt)
-      print(
-        f'Built and compiled in {duration(time.perf_counter() - began)}.', flush=True
-      )
-    with Recorder(
-      workdir,
-      steps=steps,
-      start=engine.step,
-      evaluate_every=every,
-      tensorboard=log['tensorboard'],
-      wandb=log['wandb'],
-    ) as recorder:
+      say(f'Built and compiled in {duration(time.perf_counter() - began)}.')
+    with _recorder(run, home, engine.step) as recorder:
       engine.progress = recorder.progress
       complete = loop.train(
         engine,
@@ -143,30 +144,55 @@ def _train(run: config.Run, workdir: pathlib.Path) -> int:
         evaluate_every=every or 1,
         evaluate=evaluator(run, engine, recorder.say),
         compare_every=run.checkpoint.compare_every,
-        samples_of=samples(engine, log['samples']),
+        samples_of=samples(engine, run.c['log']['samples']),
       )
       summary = recorder.summary()
-    page = report.write_report(workdir)
+    if home is not None:
+      page = report.write_report(home.folder)
+      home.push()
     engine.wait()  # what is said to be saved, is
+  if home is None:
+    return complete, 0
   took = duration(time.perf_counter() - began) + ' this time' * (resumed is not None)
   if not complete:
-    print(
+    say(
       f'Stopped after step {engine.step}, saved. The same command goes on from there.'
     )
-    return 0
+    return False, 0
   first, last = summary.get('held_out/first'), summary.get('held_out/last')
   if last is not None:
-    print(f'Held-out pass rate {first:.3f} -> {last:.3f} in {took}.')
+    say(f'Held-out pass rate {first:.3f} -> {last:.3f} in {took}.')
   else:
-    print(f'Done in {took}.')
-  print(f'Workdir: {workdir}   Report: {page}')
+    say(f'Done in {took}.')
+  say(f'Workdir: {workdir}   Report: {workdir / page.name}')
   if summary.get('total/updates') == 0:
     print(
       'error: no update was made: no group had answers of different reward',
       file=sys.stderr,
     )
-    return 1
-  return 0
+    return True, 1
+  return True, 0
+
+
+def _silent(text: str) -> None:
+  del text
+
+
+def _recorder(
+  run: config.Run, home: storage.Home | None, start: int
+) -> Recorder | NoRecorder:
+  if home is None:
+    return NoRecorder()
+  log = run.c['log']
+  return Recorder(
+    home.folder,
+    steps=run.c['steps'],
+    start=start,
+    evaluate_every=run.evaluate.every if run.evaluate else None,
+    tensorboard=log['tensorboard'],
+    wandb=log['wandb'],
+    home=home,
+  )
 
 
 def notes(run: config.Run) -> list[str]:
@@ -185,7 +211,9 @@ def notes(run: config.Run) -> list[str]:
   return found
 
 
-def _restore(run: config.Run, engine, workdir: pathlib.Path) -> int | None:
+def _restore(
+  run: config.Run, engine, workdir: pathlib.Path, say: Callable[[str], None]
+) -> int | None:
   """Goes on from the newest whole checkpoint, if there is one. Returns its step."""
   state = engine.restore()
   if state is not None:
@@ -194,7 +222,7 @@ def _restore(run: config.Run, engine, workdir: pathlib.Path) -> int | None:
       raise ValueError(
         f'config.steps: {run.c["steps"]}, but {workdir} is at {engine.step} already'
       )
-    print(f'Resuming after step {engine.step}.', flush=True)
+    say(f'Resuming after step {engine.step}.')
     return engine.step
   damaged = sorted(p.name for p in (workdir / 'checkpoints').glob('*.damaged*'))
   if damaged:

@@ -2,14 +2,17 @@
 # `install`, which makes a virtual environment where there is none.
 # shellcheck shell=bash
 #
-# PYTHON       the interpreter to make the environment with (3.11 or later)
-# JAXRL_VENV   where the environment is, if not in .venv
+# PYTHON         the interpreter to make the environment with (3.11 or later)
+# JAXRL_VENV     where the environment is, if not in .venv
+# JAXRL_PYTHON   an interpreter that has the package already: some of the scripts then
+#                install nothing (see `ready_python`)
 
 CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 say() { printf '== %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+refuse() { printf 'error: %s\n' "$*" >&2; exit 2; } # bad input, as in Python
 
 # A path as the caller meant it: relative ones start from the folder they called from.
 absolute() {
@@ -54,11 +57,14 @@ make_venv() {
     'needs the package python3-venv)'
 }
 
-# install EXTRAS: the package, editable, with what it needs, e.g. install '[test]'.
-# Done again only when pyproject.toml or the place has changed since it last ended well.
+# install EXTRAS [CONSTRAINTS]: the package, editable, with what it needs, e.g.
+# install '[test]'; of the versions that a file of constraints names, if one is given.
+# Done again only when pyproject.toml, that file or the place has changed since it last
+# ended well.
 install() {
-  local stamp=$VENV/.jaxrl_sched-installed$1 wanted
+  local stamp=$VENV/.jaxrl_sched-installed$1 constraints=${2:-} wanted
   wanted="$PWD $(cksum <pyproject.toml)"
+  if [[ -n $constraints ]]; then wanted+=" $(cksum <"$constraints")"; fi
   if [[ -x $VENV/bin/python && -f $stamp && $(<"$stamp") == "$wanted" ]]; then
     return
   fi
@@ -67,6 +73,73 @@ install() {
     fail "$VENV has a Python older than 3.11: remove it, or set JAXRL_VENV"
   say "installing jaxrl_sched$1 and what it needs into $VENV (minutes, this once)"
   "$VENV/bin/python" -m pip install -qq --disable-pip-version-check \
-    --editable ".$1" || fail 'the installation failed: see the lines above'
+    ${constraints:+--constraint "$constraints"} --editable ".$1" || fail 'the installation failed: see the lines above'
   printf '%s\n' "$wanted" >"$stamp"
+}
+
+# ready_python [EXTRAS [CONSTRAINTS]]: sets `python` to an interpreter with the package.
+ready_python() {
+  python=${JAXRL_PYTHON:-}
+  if [[ -z $python ]]; then
+    install "${1:-}" "${2:-}"
+    # shellcheck disable=SC2034  # the sourcing script's
+    python=$VENV/bin/python
+  fi
+}
+
+# check_name NAME LENGTH: what Google Cloud takes as a name, and no option by mistake.
+check_name() {
+  [[ $1 =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ && ${#1} -le $2 ]] || refuse "NAME '$1':" \
+    "expected up to $2 lower-case letters, digits and dashes, beginning with a letter"
+}
+
+# check_module MODULE ARGUMENTS: what a command needs to run on machines that share
+# nothing but their storage.
+check_module() {
+  local module=$1 workdir='' config='' before=''
+  shift
+  case $module in
+    train | evaluate | stratify) ;;
+    *) refuse "--module=$module: expected train, evaluate or stratify" ;;
+  esac
+  local word
+  for word; do
+    case $before in --workdir | --config) word=$before=$word ;; esac
+    case $word in
+      --workdir=*) workdir=${word#*=} ;;
+      --config=*) config=${word#*=} ;;
+    esac
+    before=$word
+  done
+  case $workdir in
+    *://* | /*) ;;
+    '') refuse "no --workdir=... after '--': expected gs://BUCKET/FOLDER" ;;
+    *) refuse "--workdir=$workdir: expected gs://BUCKET/FOLDER, or an absolute path" \
+      'that all hosts see' ;;
+  esac
+  if [[ -z $config ]]; then
+    [[ $module != train ]] || refuse "no --config=... after '--'"
+  elif [[ $config != /* ]]; then
+    config=${config%%:*}
+    git cat-file -e "HEAD:$config" 2>/dev/null || refuse "--config=$config: not in" \
+      'the last commit, which is what the hosts get'
+  fi
+}
+
+# check_env_file FILE: NAME=value lines. Says nothing of the values.
+check_env_file() {
+  local line number=0
+  [[ -f $1 ]] || refuse "--env-file=$1: there is no such file"
+  while IFS= read -r line || [[ -n $line ]]; do
+    number=$((number + 1))
+    [[ -z $line || $line == '#'* || $line =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] ||
+      refuse "--env-file=$1: line $number, expected NAME=value"
+  done <"$1"
+}
+
+# quoted WORDS: one line from which bash reads the words as they are.
+quoted() {
+  local line
+  line=$(printf ' %q' "$@")
+  printf '%s' "${line:1}"
 }

@@ -3,20 +3,31 @@
 import jax
 import jax.numpy as jnp
 
+from jaxrl_sched.device import splash
 
-def packed(q, k, v, segments, answers=None):
+
+def packed(q, k, v, segments, answers=None, *, mesh=None, axes=('rows', 'tokens')):
   """Causal attention inside segments, each a prompt and one answer, or several.
+
+  On TPUs by the splash kernel. By `jax.nn.dot_product_attention`, with scores in
+  memory, elsewhere, and for what the kernel does not take or is not worth: several
+  answers to a segment, and rows shorter than its smallest block.
 
   Args:
     q: [B, T, N, H]; k, v: [B, T, K, H].
     segments: [B, T] int32; 0 is padding, which sees padding only.
     answers: [B, T] int32, 0 off the answers; none sees another. None: nothing in a
       segment is hidden from what comes after it.
+    mesh: over which the arrays are spread; None: one device, of whatever kind.
+    axes: the logical axes of B and T.
 
   Returns:
     [B, T, N, H].
   """
   t = q.shape[1]
+  on_tpu = mesh is not None and mesh.devices.flat[0].platform == 'tpu'
+  if on_tpu and answers is None and t >= splash.LANES:
+    return splash.attend(q, k, v, segments, mesh=mesh, axes=axes)
   same = segments[:, :, None] == segments[:, None, :]
   causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
   mask = same & causal[None]

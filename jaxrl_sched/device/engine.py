@@ -15,7 +15,15 @@ from jaxrl_sched.control.base import digest
 from jaxrl_sched.control.planning import Plan
 from jaxrl_sched.device import multihost
 from jaxrl_sched.device.checkpoint import Checkpoints
-from jaxrl_sched.device.lanes import EVALUATION, Job, Lane, advance_one, busy_within
+from jaxrl_sched.device.handover import Handover
+from jaxrl_sched.device.lanes import (
+  EVALUATION,
+  Job,
+  Lane,
+  Part,
+  advance_one,
+  busy_within,
+)
 from jaxrl_sched.device.learner import Learner
 from jaxrl_sched.device.marking import Marking
 from jaxrl_sched.device.references import References
@@ -26,6 +34,13 @@ from jaxrl_sched.host import packing
 from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
 from jaxrl_sched.types import Completion, Group, Lesson, Request, Share
+
+LOOK_EVERY = 32  # chunks between looks at whether to stop, where all have to agree
+
+
+def _never(groups: Sequence[Group]) -> bool:
+  del groups
+  return False
 
 
 class CompileCounter:
@@ -45,14 +60,19 @@ class CompileCounter:
 
 
 class DeviceEngine:
-  """Samples, grades and learns on this process's devices.
+  """Samples and grades on this process's devices, and learns with all others'.
+
+  Each process samples its own shares of a round, at its own pace, and grades what it has
+  sampled; then all are given everything, so that each packs the same batch.
 
   Without a lag sampling and learning take turns. With one the learner's work is
   launched, and while the device is at it the samplers go on with bundles ahead: one
   thread launches all.
 
   Args:
-    samplers: one a sampling engine; each on its own mesh, or on the learner's.
+    samplers: this process's, one a sampling engine.
+    handover: brings them the learner's weights.
+    is_global: the one sampler is on all processes' devices, and works for all of them.
     lag: steps that sampling runs ahead; above 0 samplers go on while the learner learns.
     teacher: answers in the samplers' place during training, or None.
     overlong: keyword arguments of `overlong_penalty` but for the limit, or None.
@@ -69,8 +89,10 @@ class DeviceEngine:
     self,
     *,
     samplers: Sequence[Sampler],
+    handover: Handover,
     learner: Learner,
     grader: GradingPool,
+    is_global: bool = False,
     tokenizer: PreTrainedTokenizerBase,
     checkpoints: Checkpoints,
     max_new_tokens: int,
@@ -86,18 +108,29 @@ class DeviceEngine:
     self._zero = time.perf_counter()  # of our clock
     self.progress: Callable[[str], None] = lambda text: None
     self._samplers, self._learner = list(samplers), learner
+    self._handover, self._is_global = handover, is_global
     self._tokenizer, self._checkpoints = tokenizer, checkpoints
     self._marking = Marking(grader, self.text_of)
     self._max_new_tokens, self._window, self._lag = max_new_tokens, window, lag
     self._share_prompt, self._longest_part = share_prompt, longest_part
     self._overlong = overlong
     self._stopping = stopping
-    names = [f'engine {e}' for e in range(len(self._samplers))]
-    self._judges = [Lane(n, e, self._samplers[e]) for e, n in enumerate(names)]
+    hosts = 1 if is_global else multihost.count()
+    self._engines = hosts * len(self._samplers)
+    first = 0 if is_global else multihost.index() * len(self._samplers)
+    places = range(first, first + len(self._samplers))
+    self._judges = [
+      Lane(f'engine {e}', e, sampler)
+      for e, sampler in zip(places, self._samplers, strict=True)
+    ]
     self._lanes = self._judges
     if teacher is not None:
-      self._lanes = [Lane(name, e, teacher) for e, name in enumerate(names)]
+      self._lanes = [Lane(f'engine {e}', e, teacher) for e in places]
     self._has_teacher = teacher is not None
+    self._is_alone = multihost.count() == 1
+    # Else when a sampler goes on would hang on each process's own timing.
+    self._samples_between = self._is_alone or not is_global
+    self._looks = 0
     self._jobs: list[Job] = []  # submitted and not given away, in that order
     self._compiled = CompileCounter()
     self._slot_steps: dict[int, list[int]] = {}  # bundle -> with an answer, and in all
@@ -106,7 +139,12 @@ class DeviceEngine:
     self._told: list[Span] = []  # since the last call of `spans`
 
   def agree(self, make: Callable[[], Any]) -> Any:
-    return multihost.agree(make, name=f'plan {self.step}')
+    stops, made = multihost.agree(
+      lambda: (self._stopping(), make()), name=f'plan {self.step}'
+    )
+    if stops:
+      raise Stopped
+    return made
 
   def compare(self, what: str, make: Callable[[], Any]) -> None:
     multihost.compare(what, lambda: digest(make()), name=f'compare {self.step}')
@@ -116,6 +154,7 @@ class DeviceEngine:
 
   def warm_up(self, longest_prompt: int) -> None:
     """Compiles everything, so that no step does, the first after a resume included."""
+    self._publish()
     for sampler in self._samplers:
       sampler.warm_up(longest_prompt, longest_part=self._longest_part)
     self._learner.warm_up(share_prompt=self._share_prompt)
@@ -149,7 +188,6 @@ class DeviceEngine:
   # --- sampling ---
 
   def submit(self, plan: Plan) -> None:
-    self._check()
     self._put(self._lanes, plan.step, plan.version, plan.requests, plan.shares)
 
   def _put(
@@ -164,9 +202,10 @@ class DeviceEngine:
 
     def heard(request: Request, completion: Completion) -> None:
       job.ended += 1
-      self._marking.submit(request, completion)
+      if self._is_mine(request.draw):
+        self._marking.submit(request, completion)
 
-    job = Job(bundle, version, list(requests), shares, heard)
+    job = Job(bundle, version, list(requests), shares, len(lanes), heard)
     self._jobs.append(job)
     for lane in lanes:
       lane.put(job)
@@ -176,16 +215,16 @@ class DeviceEngine:
     self, bundle: int, enough: Callable[[Sequence[Group]], bool]
   ) -> list[Group]:
     job = next(job for job in self._jobs if job.bundle == bundle)
-    self._finish(job, 'sampling', self._check)
+    self._finish(job, 'sampling', may_stop=True)
     # Sampling goes on while answers are graded.
-    return self._groups(job, lambda: self._check() or self._go_on(), enough)
+    return self._groups(job, lambda: self._check() or self._between(), enough)
 
   def collect_rest(self) -> list[Group]:
     # Nothing may stop this half-way: an update has been made already. The time is that
     # of a step whose times have been told, and whoever waits knows it.
     with self._marking.not_timed():
       left = [job for job in self._jobs if job.sampled]
-      return [group for job in left for group in self._groups(job, self._go_on)]
+      return [group for job in left for group in self._groups(job, self._between)]
 
   def drain(self, before: int) -> dict[int, list[Group]]:
     self._forget(lambda job: job.bundle >= before)
@@ -194,17 +233,22 @@ class DeviceEngine:
     found = {}
     with self._marking.not_timed():
       for job in list(self._jobs):
-        self._finish(job, 'finishing', lambda: None)
-        found[job.bundle] = self._groups(job, self._go_on)
+        self._finish(job, 'finishing', may_stop=False)
+        found[job.bundle] = self._groups(job, self._between)
     return found
 
   def _groups(
     self,
     job: Job,
     while_waiting: Callable[[], Any],
-    enough: Callable[[Sequence[Group]], bool] = lambda groups: False,
+    enough: Callable[[Sequence[Group]], bool] = _never,
   ) -> list[Group]:
-    """Groups of a round, in draw order, shaped; with `enough` the first ones."""
+    """Groups of a round, in draw order, shaped; with `enough` the first ones.
+
+    With several processes all of them: each would have another number graded.
+    """
+    if not self._is_alone:
+      enough = _never
     groups = self._marking.groups(job, while_waiting=while_waiting, enough=enough)
     if not job.sampled:
       self._jobs.remove(job)
@@ -216,14 +260,14 @@ class DeviceEngine:
     self._jobs = [job for job in self._jobs if not is_lost(job)]
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
-    self._check()
+    self.agree(lambda: None)
     began = time.perf_counter()
     ones = np.ones(len(requests))
     sizes = [request.size for request in requests]
-    spread = shares(sizes, ones, ones, len(self._judges))
+    spread = shares(sizes, ones, ones, self._engines)
     job = self._put(self._judges, EVALUATION, self.step, requests, spread)
     try:
-      self._finish(job, 'evaluating', self._check)
+      self._finish(job, 'evaluating', may_stop=True)
       with self._marking.not_timed():  # it is not of a step
         return self._marking.groups(job, while_waiting=self._check)
     finally:
@@ -233,30 +277,79 @@ class DeviceEngine:
   def text_of(self, completion: Completion, stop_ids: Sequence[int]) -> str:
     return answer_text(self._tokenizer, completion.tokens, stop_ids)
 
+  def _between(self) -> bool:
+    """Sampling while something else is waited for. Whether there was work."""
+    return self._samples_between and self._go_on()
+
   def _go_on(self) -> bool:
     """One sampler a chunk further, with whatever it is at. Whether there was work."""
     lanes = self._lanes if not self._has_teacher else [*self._lanes, *self._judges]
     return advance_one(lanes)
 
-  def _finish(self, job: Job, doing: str, look: Callable[[], None]) -> None:
-    """Samples until all of this round has ended; what was submitted before it, first."""
+  def _finish(self, job: Job, doing: str, *, may_stop: bool) -> None:
+    """Samples until all of this round has ended; what was submitted before it, first.
+
+    Raises:
+      Stopped: on all processes.
+    """
     if job.sampled is not None:
       return
-    total = sum(len(share.requests) for share in job.shares)
-    while not job.done:
-      look()
+    total = sum(len(job.shares[lane.place].requests) for lane in self._judges)
+    while not (job.done or (may_stop and self._is_stopping())):
       self._go_on()
       self.progress(f'{doing} {min(job.ended, total)}/{total} answers')
+    everything = self._exchange(job)
     if job.bundle != EVALUATION:
-      before = self._slot_steps.get(job.bundle, [0, 0])
-      both = zip(before, job.slot_steps(), strict=True)
-      self._slot_steps[job.bundle] = [a + b for a, b in both]
-      seconds = self._generated.get(job.bundle, 0.0) + job.seconds
+      busy, slot_steps = self._slot_steps.get(job.bundle, [0, 0])
+      both = [busy + everything.busy, slot_steps + everything.slot_steps]
+      self._slot_steps[job.bundle] = both
+      seconds = self._generated.get(job.bundle, 0.0) + everything.seconds
       self._generated[job.bundle] = seconds
-    self._marking.begin(job)
+    self._marking.begin(job, everything)
+
+  def _exchange(self, job: Job) -> Part:
+    """Gives each process what all have sampled.
+
+    Raises:
+      Stopped: on all, if one of them is not done.
+    """
+
+    def mine() -> Part | None:
+      if not job.done:
+        return None
+      # On a mesh of all processes each of them has read all answers.
+      return Part() if self._is_global and not multihost.is_first() else job.here
+
+    parts = multihost.gather(mine, name=f'answers of bundle {job.bundle}')
+    if None in parts:
+      raise Stopped
+    everything = Part()
+    for part in parts:
+      everything.add(part, part.seconds)
+    own = job.here.completions
+    job.mine = frozenset(key for key in own if self._is_mine(key[0]))
+    return everything
+
+  def _is_mine(self, draw: int) -> bool:
+    """Whether this process is to grade a draw, of which it has answers."""
+    if not self._is_global:
+      return True
+    return draw % multihost.count() == multihost.index()
+
+  def _is_stopping(self) -> bool:
+    """Whether to break off sampling.
+
+    Processes may find this at different times, but not where they sample together.
+    """
+    if self._samples_between:
+      return self._stopping()
+    self._looks += 1
+    return self._looks % LOOK_EVERY == 0 and multihost.agree(
+      self._stopping, name=f'stop {self._looks}'
+    )
 
   def _check(self) -> None:
-    if self._stopping():
+    if self._is_alone and self._stopping():
       raise Stopped
 
   def _shape(self, group: Group) -> Group:
@@ -314,7 +407,7 @@ class DeviceEngine:
         metrics = {k: v for k, v in metrics.items() if not k.startswith(gap)}
     self.step += 1
     if self._lag:  # samplers go on while the device learns
-      while not _is_ready(self._learner.state) and self._go_on():
+      while not _is_ready(self._learner.state) and self._between():
         pass
     # Waiting here keeps times honest.
     jax.block_until_ready(self._learner.state)
@@ -368,7 +461,7 @@ class DeviceEngine:
   def _publish(self) -> None:
     """Brings the weights of this step to the samplers, once."""
     needed = [v for lane in self._judges for v in lane.versions()]
-    ready = self._samplers[0].ready(self._learner.parameters)
+    ready = self._handover(self._learner.parameters)
     for sampler in self._samplers:
       sampler.forget(min([*needed, self.step]))
       sampler.put(ready, self.step)

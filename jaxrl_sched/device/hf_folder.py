@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 import contextlib
+import fnmatch
 import json
 import os
 import pathlib
@@ -11,30 +12,36 @@ from typing import Any, NamedTuple
 import huggingface_hub
 from safetensors import SafetensorError, safe_open
 
+from jaxrl_sched import storage
+
 ONE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+_TEXTS = ['*.json', '*.jinja', 'tokenizer*', '*.txt']
+_DOUBLE = 'consolidated*'  # the same weights once more, in Mistral's form
 
 
 def folder(
   path_or_hub_id: str | os.PathLike, *, tokenizer_only: bool = False
 ) -> pathlib.Path:
-  """The folder of a model; one on the hub is fetched, or found in the local cache."""
+  """The folder of a model; one on the hub or at gs:// is copied to this host once."""
   name = os.fspath(path_or_hub_id)
   if not name or not name.isprintable():
     raise ValueError(f'model: {name!r}, expected a folder or a hub id (owner/name)')
-  path = pathlib.Path(name).expanduser()
+  if storage.is_remote(name):
+    path = storage.fetched(name, lambda file: _is_wanted(file, tokenizer_only))
+  else:
+    path = pathlib.Path(name).expanduser()
   if path.is_dir():
     return path
   if path.exists():
     raise ValueError(f'model: {name}: a file, expected the folder that it is in')
   if not re.fullmatch(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*', name):
     raise ValueError(f'model: {name}: no such folder, and not a hub id (owner/name)')
-  files = ['*.json', '*.jinja', 'tokenizer*', '*.txt']
   try:
     return pathlib.Path(
       huggingface_hub.snapshot_download(
         name,
-        allow_patterns=files if tokenizer_only else [*files, '*.safetensors'],
-        ignore_patterns=['*/*', 'consolidated*'],
+        allow_patterns=_wanted(tokenizer_only),
+        ignore_patterns=['*/*', _DOUBLE],
       )
     )
   except Exception as error:  # the hub's client raises many kinds, of many lines
@@ -42,6 +49,16 @@ def folder(
     raise ValueError(
       f'model: {name}: no such folder, and not to be had from the hub: {reason}'
     ) from error
+
+
+def _wanted(tokenizer_only: bool) -> list[str]:
+  return _TEXTS if tokenizer_only else [*_TEXTS, '*.safetensors']
+
+
+def _is_wanted(file: str, tokenizer_only: bool) -> bool:
+  patterns = _wanted(tokenizer_only)
+  of_use = any(fnmatch.fnmatch(file, pattern) for pattern in patterns)
+  return of_use and not fnmatch.fnmatch(file, _DOUBLE)
 
 
 class Stored(NamedTuple):

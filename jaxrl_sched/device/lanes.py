@@ -45,42 +45,52 @@ class Source(Protocol):
   ) -> Rollout: ...
 
 
+@dataclasses.dataclass
+class Part:
+  """What some lanes have made of a round."""
+
+  completions: dict[Key, Completion] = dataclasses.field(default_factory=dict)
+  cut: dict[Key, int] = dataclasses.field(default_factory=dict)
+  busy: int = 0  # slot-steps with an answer
+  slot_steps: int = 0
+  seconds: float = 0.0  # of the slowest lane
+
+  def add(self, other: 'Part | Rollout', seconds: float) -> None:
+    self.completions |= other.completions
+    self.cut |= other.cut
+    self.busy += other.busy
+    self.slot_steps += other.slot_steps
+    self.seconds = max(self.seconds, seconds)
+
+
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A round of a bundle on all lanes."""
+  """A round of a bundle on all lanes, of all processes."""
 
   bundle: int  # or EVALUATION
   version: int
   requests: list[Request]
   shares: Sequence[Share]
+  lanes: int  # of this process
   on_finish: Callable[[Request, Completion], None]
-  rollouts: list[Rollout] = dataclasses.field(default_factory=list)  # that are done
+  here: Part = dataclasses.field(default_factory=Part)  # of lanes that are done
+  lanes_done: int = 0
   ended: int = 0  # answers
-  seconds: float = 0.0  # of the slowest lane
+  mine: frozenset[Key] = frozenset()  # what is graded here, once all has ended
   # Once all has ended: each request's answers, and tokens of those that are not kept.
   sampled: list[tuple[Request, list[Completion], tuple[int, ...]]] | None = None
 
   @property
   def done(self) -> bool:
-    return len(self.rollouts) == len(self.shares)
-
-  def completions(self) -> dict[Key, Completion]:
-    return {k: c for rollout in self.rollouts for k, c in rollout.completions.items()}
-
-  def cut(self) -> dict[Key, int]:
-    return {k: n for rollout in self.rollouts for k, n in rollout.cut.items()}
-
-  def slot_steps(self) -> tuple[int, int]:
-    """With an answer, and in all, of all lanes."""
-    busy = sum(rollout.busy for rollout in self.rollouts)
-    return busy, sum(rollout.slot_steps for rollout in self.rollouts)
+    """Whether all that this process has of it is."""
+    return self.lanes_done == self.lanes
 
 
 class Lane:
   """One sampling engine and what it still has to do."""
 
   def __init__(self, name: str, place: int, source: Source):
-    self.name, self._place, self._source = name, place, source
+    self.name, self.place, self._source = name, place, source
     self._queue: deque[Job] = deque()
     self._job: Job | None = None  # under way
     self._rollout: Rollout | None = None
@@ -108,17 +118,17 @@ class Lane:
       self._job, self._began = self._queue.popleft(), time.perf_counter()
       self._rollout = self._source.begin(
         self._job.requests,
-        share=self._job.shares[self._place],
+        share=self._job.shares[self.place],
         version=self._job.version,
         on_finish=self._job.on_finish,
       )
     if self._rollout.advance():
       return
     job, self._job = self._job, None
-    job.rollouts.append(self._rollout)
-    self._rollout = None
     now = time.perf_counter()
-    job.seconds = max(job.seconds, now - self._began)
+    job.here.add(self._rollout, now - self._began)
+    job.lanes_done += 1
+    self._rollout = None
     self.spans.append(self._span(job, now))
 
   def forget(self, before: float) -> None:
@@ -151,7 +161,8 @@ def busy_within(spans: Iterable[Span], begin: float, end: float) -> float:
 def advance_one(lanes: Sequence[Lane]) -> bool:
   """One lane a chunk further: one that need not be waited for, if there is such.
 
-  Which it is hangs on timing. With several processes there is one lane, and no choice.
+  Which it is hangs on timing, which is no other process's matter: lanes of several
+  processes have devices apart, and one on devices of all is alone.
 
   Returns:
     Whether any lane had work.

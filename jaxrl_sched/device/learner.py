@@ -18,6 +18,7 @@ from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.logps import LOGITS_AT_ONCE, token_logps
 from jaxrl_sched.device.model import ModelConfig
+from jaxrl_sched.device.optimizer import make_optimizer
 from jaxrl_sched.types import Batch, SharedBatch
 
 
@@ -39,71 +40,6 @@ class Loss:
   kl: str = 'k3'
   averaging: str | None = None
   overlong_filter: bool = False
-
-
-def make_optimizer(
-  *,
-  learning_rate: float,
-  steps: int,
-  warmup_steps: int = 0,
-  schedule: str = 'constant',
-  final_fraction: float = 0.1,
-  weight_decay: float = 0.0,
-  max_grad_norm: float | None = 1.0,
-  b1: float = 0.9,
-  b2: float = 0.95,
-  eps: float = 1e-8,
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
-  """AdamW with linear warm-up, then 'constant', 'linear' or 'cosine'.
-
-  Args:
-    steps: updates of the whole run, at whose end the learning rate is
-      `final_fraction` of its peak (unless constant).
-    weight_decay: on matrices; norms and biases are spared.
-  """
-  rest = max(1, steps - warmup_steps)
-  shapes = {
-    'constant': lambda: optax.constant_schedule(learning_rate),
-    'linear': lambda: optax.linear_schedule(
-      learning_rate, learning_rate * final_fraction, rest
-    ),
-    'cosine': lambda: optax.cosine_decay_schedule(learning_rate, rest, final_fraction),
-  }
-  if schedule not in shapes:
-    raise ValueError(
-      f'optimizer.schedule: {schedule!r}, expected one of {", ".join(shapes)}'
-    )
-  if learning_rate < 0 or warmup_steps < 0 or weight_decay < 0:
-    raise ValueError(
-      f'optimizer: learning_rate={learning_rate}, warmup_steps={warmup_steps}, '
-      f'weight_decay={weight_decay}; expected 0 or more'
-    )
-  if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps > 0 and final_fraction >= 0):
-    raise ValueError(
-      f'optimizer: b1={b1}, b2={b2}, eps={eps}, final_fraction={final_fraction}; '
-      'expected 0 to below 1, the same, above 0, and 0 or more'
-    )
-  if max_grad_norm is not None and max_grad_norm <= 0:
-    raise ValueError(f'optimizer.max_grad_norm: {max_grad_norm}, expected above 0')
-  rate = shapes[schedule]()
-  if warmup_steps:
-    # The first update is not thrown away: it has 1 / warmup_steps of the rate.
-    rise = optax.linear_schedule(
-      learning_rate / warmup_steps, learning_rate, warmup_steps
-    )
-    rate = optax.join_schedules([rise, rate], [warmup_steps])
-
-  def decays(parameters):
-    return jax.tree_util.tree_map_with_path(
-      lambda path, _: not str(path[-1].key).endswith(('scale', '_bias')), parameters
-    )
-
-  adamw = optax.adamw(
-    rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays
-  )
-  if max_grad_norm is not None:
-    adamw = optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
-  return adamw, rate
 
 
 def _predictors(answers):
@@ -227,6 +163,176 @@ def _gradients(loss_of):
   return first, add
 
 
+_DTYPES = dict.fromkeys(('tokens', 'segments', 'positions', 'answers'), 'i4')
+_DTYPES['fresh'] = '?'  # the rest is float32
+
+
+def shardings(tree):
+  """Of a tree of shapes that have them."""
+  return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def _struct(x, sharding) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _placed(shapes, at):
+  return jax.tree.map(_struct, shapes, at)
+
+
+def _check_rows(mesh: jax.sharding.Mesh, rows: int, row_tokens: int) -> None:
+  """Whether the mesh cuts a microbatch of this shape evenly."""
+  for name, value, logical, axes in (
+    ('rows', rows, 'rows', 'data * fsdp'),
+    ('row_tokens', row_tokens, 'tokens', 'sequence'),
+  ):
+    parts = meshes.size(mesh, logical)
+    if value < 1 or value % parts:
+      raise ValueError(
+        f'learner.{name}: {value}, expected a multiple of {axes} = {parts}'
+      )
+
+
+class Programs:
+  """What a learner compiles, and the shapes and shardings of what it is called with.
+
+  Holds no arrays, so that it can be compiled for devices that are not there.
+
+  Args: as of `Learner`.
+
+  Attributes:
+    start: weights -> state, on whose arrays `apply` may write.
+    first: trained weights, the rest, reference, microbatch -> gradient and sums.
+    add: gradient and sums so far, then as `first`; writes on those so far.
+    apply: state, gradient, sums -> state and metrics; writes on the state.
+    weights: of the model without adapters; a tree of shapes with shardings, as are
+    state: which has what is trained, and its optimizer's,
+    adapters: of these alone, or None.
+  """
+
+  def __init__(
+    self,
+    config: ModelConfig,
+    *,
+    mesh: jax.sharding.Mesh,
+    rows: int,
+    row_tokens: int,
+    optimizer: dict[str, Any],
+    loss: Loss,
+    temperature: float,
+    remat: bool,
+    seed: int,
+  ):
+    _check_rows(mesh, rows, row_tokens)
+    if not temperature > 0:
+      raise ValueError(f'learner.temperature: {temperature}, expected above 0')
+    self.shape = (rows, row_tokens)
+    self._loss = loss
+    self._optimizer, self._rate = make_optimizer(**optimizer)
+    self._whole = meshes.sharding(mesh)
+    self.rows_at = meshes.sharding(mesh, 'rows', 'tokens')
+    shapes, axes = model_lib.abstract(dataclasses.replace(config, lora=None))
+    self.weights = _placed(shapes, meshes.parameter_shardings(shapes, axes, mesh))
+    trained, self.adapters = self.weights, None
+    if config.lora is not None:
+      (_, shapes), (_, axes) = map(lora.split, model_lib.abstract(config))
+      trained = _placed(shapes, meshes.parameter_shardings(shapes, axes, mesh))
+      self.adapters = trained
+    moments = jax.eval_shape(self._optimizer.init, trained)
+    self.state = dict(parameters=trained, optimizer=self._beside(trained, moments))
+
+    def start(parameters):
+      if config.lora is None:
+        fresh = jax.tree.map(lambda x: jnp.array(x, 'float32', copy=True), parameters)
+      else:
+        _, fresh = lora.split(model_lib.init(config, seed))
+      return dict(parameters=fresh, optimizer=self._optimizer.init(fresh))
+
+    loss_of = functools.partial(
+      microbatch_loss,
+      config=config,
+      loss=loss,
+      temperature=temperature,
+      remat=remat,
+      mesh=mesh,
+    )
+    first, add = _gradients(loss_of)
+    state_at, summed = shardings(self.state), (shardings(trained), self._whole)
+    self.start = jax.jit(start, out_shardings=state_at)
+    self.first = jax.jit(first, out_shardings=summed)
+    self.add = jax.jit(add, donate_argnums=0, out_shardings=summed)
+    self.apply = jax.jit(
+      self._apply_gradient, donate_argnums=0, out_shardings=(state_at, self._whole)
+    )
+
+  def _beside(self, trained, optimizer):
+    """The optimizer's shapes: moments lie as the weights that they are of."""
+    return optax.tree_utils.tree_map_params(
+      self._optimizer,
+      lambda x, weight: _struct(x, weight.sharding),
+      optimizer,
+      trained,
+      transform_non_params=lambda x: _struct(x, self._whole),
+    )
+
+  def batch(self, kind: type[Batch]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a microbatch of Batch or SharedBatch, as shapes."""
+    return {
+      f.name: jax.ShapeDtypeStruct(
+        self.shape, _DTYPES.get(f.name, 'f4'), sharding=self.rows_at
+      )
+      for f in dataclasses.fields(kind)
+    }
+
+  def arguments(self, kind: type[Batch] = Batch) -> dict[str, tuple]:
+    """What each program is called with in training, as shapes, by its name."""
+    rest = {} if self.adapters is None else self.weights
+    reference = self.weights if self._loss.kl_coef > 0 else None
+    of_first = self.state['parameters'], rest, reference, self.batch(kind)
+    gradient, sums = jax.eval_shape(self.first, *of_first)
+    gradient = _placed(gradient, shardings(self.state['parameters']))
+    sums = jax.tree.map(lambda x: _struct(x, self._whole), sums)
+    return dict(
+      start=(self.weights,),
+      first=of_first,
+      add=((gradient, sums), *of_first),
+      apply=(self.state, gradient, sums),
+    )
+
+  def _apply_gradient(self, state, gradient, sums):
+    """One AdamW step, refused as a whole if the gradient is not finite."""
+    norm = optax.tree_utils.tree_norm(gradient)
+    changes, optimizer = self._optimizer.update(
+      gradient, state['optimizer'], state['parameters']
+    )
+    good = jnp.isfinite(norm) & jnp.isfinite(optax.tree_utils.tree_norm(changes))
+    new = dict(
+      parameters=optax.apply_updates(state['parameters'], changes), optimizer=optimizer
+    )
+    # Adam and the schedule count alike; refused steps count in neither.
+    counts = optax.tree_utils.tree_get_all_with_path(state['optimizer'], 'count')
+    rate = self._rate(counts[0][1])
+    state = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state)
+    tokens, fresh = jnp.maximum(sums['tokens'], 1), jnp.maximum(sums['fresh'], 1)
+    metrics = {
+      'loss': sums['loss'],
+      'entropy': sums['entropy'] / tokens,
+      'grad_norm': norm,
+      'clip_frac': sums['clip_frac'] / tokens,
+      'kl': sums.get('kl', sums['kl_old']) / tokens,
+      'lr': rate,
+      'mismatch/logp_abs_mean': sums['gap'] / fresh,
+      'mismatch/logp_abs_max': sums['gap_max'],
+      'mismatch/tis_raw_mean': sums['tis_raw'] / tokens,
+      'update/refused': 1.0 - good,
+    }
+    if self._loss.dual_clip is not None:
+      metrics['dual_clip_frac'] = sums['dual_clip_frac'] / tokens
+    if 'tis' in sums:
+      metrics['mismatch/tis_mean'] = sums['tis'] / tokens
+    return state, metrics
+
+
 class Learner:
   """Holds the weights and the optimizer; `update` does one step.
 
@@ -259,62 +365,28 @@ class Learner:
     seed: int = 0,
   ):
     mesh = meshes.make_mesh() if mesh is None else mesh
-    if rows < 1 or rows % meshes.size(mesh, 'rows'):
-      raise ValueError(
-        f'learner.rows: {rows}, expected a multiple of data * fsdp = '
-        f'{meshes.size(mesh, "rows")}'
-      )
-    if not temperature > 0:
-      raise ValueError(f'learner.temperature: {temperature}, expected above 0')
     # The model that `parameters` are of: adapters are merged in them.
     self.config, self.loss = dataclasses.replace(config, lora=None), loss
     self.rows, self.row_tokens = rows, row_tokens
-    self._optimizer, self._rate = make_optimizer(**optimizer)
-    shapes, axes = model_lib.abstract(self.config)
-    at = meshes.parameter_shardings(shapes, axes, mesh)
-    parameters = jax.device_put(parameters, at)
-    self._reference = parameters if loss.kl_coef > 0 else None
-    self._merged = None
-    if config.lora is not None:
-      (_, shapes), (_, axes) = map(lora.split, model_lib.abstract(config))
-      self._merged = lora.Merged(parameters, shapes, at, config.lora.scale)
-      at = meshes.parameter_shardings(shapes, axes, mesh)
-    whole = meshes.sharding(mesh)
-    optimizer_at = optax.tree_utils.tree_map_params(
-      self._optimizer,
-      lambda _, sharding: sharding,
-      jax.eval_shape(self._optimizer.init, shapes),
-      at,
-      transform_non_params=lambda _: whole,
-    )
-    self._state_at = dict(parameters=at, optimizer=optimizer_at)
-    self._row_at = meshes.sharding(mesh, 'rows', None)
-
-    def start(parameters):
-      if config.lora is None:
-        trained = jax.tree.map(lambda x: jnp.array(x, 'float32', copy=True), parameters)
-      else:
-        _, trained = lora.split(model_lib.init(config, seed))
-      return dict(parameters=trained, optimizer=self._optimizer.init(trained))
-
-    self.state = jax.jit(start, out_shardings=self._state_at)(parameters)
-
-    loss_of = functools.partial(
-      microbatch_loss,
-      config=config,
+    self.programs = Programs(
+      config,
+      mesh=mesh,
+      rows=rows,
+      row_tokens=row_tokens,
+      optimizer=optimizer,
       loss=loss,
       temperature=temperature,
       remat=remat,
-      mesh=mesh,
+      seed=seed,
     )
-    first, add = _gradients(loss_of)
-    self._first = jax.jit(first, out_shardings=(at, whole))
-    self._add = jax.jit(add, donate_argnums=0, out_shardings=(at, whole))
-    self._apply = jax.jit(
-      self._apply_gradient,
-      donate_argnums=0,
-      out_shardings=(self._state_at, whole),
-    )
+    at = shardings(self.programs.weights)
+    parameters = meshes.put(parameters, at)
+    self._reference = parameters if loss.kl_coef > 0 else None
+    self._merged = None
+    if config.lora is not None:
+      adapters = self.programs.adapters
+      self._merged = lora.Merged(parameters, adapters, at, config.lora.scale)
+    self.state = self.programs.start(parameters)
 
   @property
   def parameters(self):
@@ -324,64 +396,24 @@ class Learner:
 
   def like(self):
     """The state as shapes with shardings, for a checkpoint to fill."""
-    return jax.tree.map(
-      lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-      self.state,
-      self._state_at,
-    )
-
-  def _apply_gradient(self, state, gradient, sums):
-    """One AdamW step, refused as a whole if the gradient is not finite."""
-    norm = optax.tree_utils.tree_norm(gradient)
-    changes, optimizer = self._optimizer.update(
-      gradient, state['optimizer'], state['parameters']
-    )
-    good = jnp.isfinite(norm) & jnp.isfinite(optax.tree_utils.tree_norm(changes))
-    new = dict(
-      parameters=optax.apply_updates(state['parameters'], changes), optimizer=optimizer
-    )
-    # Adam and the schedule count alike; refused steps count in neither.
-    counts = optax.tree_utils.tree_get_all_with_path(state['optimizer'], 'count')
-    rate = self._rate(counts[0][1])
-    state = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state)
-    tokens, fresh = jnp.maximum(sums['tokens'], 1), jnp.maximum(sums['fresh'], 1)
-    metrics = {
-      'loss': sums['loss'],
-      'entropy': sums['entropy'] / tokens,
-      'grad_norm': norm,
-      'clip_frac': sums['clip_frac'] / tokens,
-      'kl': sums.get('kl', sums['kl_old']) / tokens,
-      'lr': rate,
-      'mismatch/logp_abs_mean': sums['gap'] / fresh,
-      'mismatch/logp_abs_max': sums['gap_max'],
-      'mismatch/tis_raw_mean': sums['tis_raw'] / tokens,
-      'update/refused': 1.0 - good,
-    }
-    if self.loss.dual_clip is not None:
-      metrics['dual_clip_frac'] = sums['dual_clip_frac'] / tokens
-    if 'tis' in sums:
-      metrics['mismatch/tis_mean'] = sums['tis'] / tokens
-    return state, metrics
+    return self.programs.state
 
   def gradient(self, batches: Sequence[Batch]):
     """The gradient of what is trained, over all microbatches, and sums for the log."""
     total, rest = None, {} if self._merged is None else self.parameters
     for batch in batches:
-      arrays = {
-        f.name: jax.device_put(getattr(batch, f.name), self._row_at)
-        for f in dataclasses.fields(batch)
-      }
+      arrays = meshes.put(dict(vars(batch)), self.programs.rows_at)
       arguments = self.state['parameters'], rest, self._reference, arrays
       if total is None:
-        total = self._first(*arguments)
+        total = self.programs.first(*arguments)
       else:
-        total = self._add(total, *arguments)
+        total = self.programs.add(total, *arguments)
     return total
 
   def update(self, batches: Sequence[Batch]) -> dict[str, jax.Array]:
     """One step from these microbatches, at least one. Metrics are on their way."""
     gradient, sums = self.gradient(batches)
-    self.state, metrics = self._apply(self.state, gradient, sums)
+    self.state, metrics = self.programs.apply(self.state, gradient, sums)
     return metrics
 
   def warm_up(self, *, share_prompt: bool = False) -> None:
@@ -390,16 +422,9 @@ class Learner:
     Args:
       share_prompt: the update from SharedBatches.
     """
-    shape = (self.rows, self.row_tokens)
-    dtypes = dict.fromkeys(('tokens', 'segments', 'positions', 'answers'), 'i4')
-    dtypes['fresh'] = '?'
     kind = SharedBatch if share_prompt else Batch
-    nothing = kind(
-      **{
-        f.name: np.zeros(shape, dtypes.get(f.name, 'f4'))
-        for f in dataclasses.fields(kind)
-      }
-    )
+    shapes = self.programs.batch(kind)
+    nothing = kind(**{k: np.zeros(x.shape, x.dtype) for k, x in shapes.items()})
     gradient, sums = self.gradient([nothing, nothing])
-    spoilt = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), gradient)
-    self.state, _ = self._apply(self.state, spoilt, sums)
+    spoilt = jax.tree.map(lambda g: g + jnp.nan, gradient)
+    self.state, _ = self.programs.apply(self.state, spoilt, sums)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.device.lanes import EVALUATION, Job, Key
+from jaxrl_sched.device import multihost
+from jaxrl_sched.device.lanes import EVALUATION, Job, Key, Part
 from jaxrl_sched.host.grading import Grade, GradingPool
 from jaxrl_sched.types import Completion, Group, Request
 
@@ -19,6 +20,8 @@ NOT_YET = Grade(score=0.0, fault=None, detail='', seconds=0.0)  # of a paused gr
 
 class Marking:
   """Hands answers to the graders, and makes groups of them and their grades.
+
+  Each process grades its own answers, and is told of the others' grades.
 
   Args:
     text_of: (completion, stop ids) -> what the graders see.
@@ -43,20 +46,21 @@ class Marking:
       text = self._text_of(completion, request.sampling.stop_ids)
       self._grader.submit((completion.draw, completion.answer), text, request.prompt)
 
-  def begin(self, job: Job) -> None:
+  def begin(self, job: Job, everything: Part) -> None:
     """All of a round has ended: puts each request's answers together."""
     by_draw: dict[int, list[Completion]] = {r.draw: [] for r in job.requests}
-    for (draw, _), completion in sorted(job.completions().items()):
+    for (draw, _), completion in sorted(everything.completions.items()):
       by_draw[draw].append(completion)
     job.sampled, cut = [], {}
-    for (draw, _), tokens in sorted(job.cut().items()):
+    for (draw, _), tokens in sorted(everything.cut.items()):
       cut.setdefault(draw, []).append(tokens)
     for request in job.requests:
       completions, gone = by_draw[request.draw], tuple(cut.get(request.draw, ()))
       if not any(map(_is_paused, completions)):
         if request.relief.pause_after:
           for completion in completions:
-            self._submit(request, completion)
+            if _key(completion) in job.mine:
+              self._submit(request, completion)
         if job.bundle != EVALUATION:  # where what went wrong is no answer either
           gone += tuple(len(c.tokens) for c in completions if c.finish == 'aborted')
           completions = [c for c in completions if c.finish != 'aborted']
@@ -73,24 +77,29 @@ class Marking:
     """Groups of a round, in draw order; with `enough` the first ones."""
     began = time.perf_counter()
     keys = [
-      (c.draw, c.answer)
+      _key(c)
       for _, completions, _ in job.sampled
       if not any(map(_is_paused, completions))
       for c in completions
-      if c.finish != 'aborted' and (c.draw, c.answer) not in self._grades
+      if c.finish != 'aborted' and _key(c) not in self._grades and _key(c) in job.mine
     ]
-    self._grades |= self._grader.collect(
-      keys,
-      while_waiting=while_waiting,
-      enough=lambda grades: enough(_graded(job, self._grades | grades)),
-    )
+
+    def grades() -> dict[Key, Grade]:
+      return self._grader.collect(
+        keys,
+        while_waiting=while_waiting,
+        enough=lambda grades: enough(_graded(job, self._grades | grades)),
+      )
+
+    for found in multihost.gather(grades, name=f'grades of bundle {job.bundle}'):
+      self._grades |= found
     self._seconds += time.perf_counter() - began
     groups = _graded(job, self._grades)
     job.sampled = job.sampled[len(groups) :]
     for group in groups:
       if not group.is_paused:
         ended = [c for c in group.completions if c.finish != 'aborted']
-        grades = [self._grades.pop((c.draw, c.answer)) for c in ended]
+        grades = [self._grades.pop(_key(c)) for c in ended]
         self._check(grades)
         self._warn(group.request, grades)
     return groups
@@ -141,8 +150,7 @@ def _graded(job: Job, grades: dict[Key, Grade]) -> list[Group]:
       found = [NOT_YET] * len(completions)
     else:
       found = [
-        ABORTED if c.finish == 'aborted' else grades.get((c.draw, c.answer))
-        for c in completions
+        ABORTED if c.finish == 'aborted' else grades.get(_key(c)) for c in completions
       ]
     if None in found:
       break
@@ -158,6 +166,10 @@ def _graded(job: Job, grades: dict[Key, Grade]) -> list[Group]:
       )
     )
   return groups
+
+
+def _key(completion: Completion) -> Key:
+  return completion.draw, completion.answer
 
 
 def _is_paused(completion: Completion) -> bool:

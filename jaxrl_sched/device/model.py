@@ -217,7 +217,7 @@ class Decoder(nnx.Module):
     graph, stacked = nnx.split(self.blocks)
 
     def attend(q, k, v):
-      return attention.packed(q, k, v, segments, answers), None
+      return attention.packed(q, k, v, segments, answers, mesh=mesh), None
 
     def layer(x, state):
       return nnx.merge(graph, state)(x, cos, sin, attend)
@@ -228,11 +228,13 @@ class Decoder(nnx.Module):
     if mesh is not None:
       # Else activations would lie as the embedding does, cut along D, and every
       # device of an fsdp axis would compute all rows.
-      x = jax.lax.with_sharding_constraint(x, meshes.sharding(mesh, 'rows', None, None))
+      x = jax.lax.with_sharding_constraint(
+        x, meshes.sharding(mesh, 'rows', 'tokens', None)
+      )
     x, _ = jax.lax.scan(layer, x, stacked)
     return self.norm(x)
 
-  def prefill(self, layers, tokens, segments):
+  def prefill(self, layers, tokens, segments, *, mesh=None):
     """k and v of rows that begin at position 0: L pairs, each [B, T, K, H].
 
     Unrolled as `step` is, since there is one form of the weights: a scan would need
@@ -240,13 +242,15 @@ class Decoder(nnx.Module):
 
     Args:
       layers: what `unrolled` gave. tokens, segments: [B, T] int32.
+      mesh: over which rows are spread, as slots are.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     cos, sin = rotation(positions, self.config)
     x, kept = self.embedded(tokens), []
 
     def attend(q, k, v):
-      return attention.packed(q, k, v, segments), (k, v)
+      mixed = attention.packed(q, k, v, segments, mesh=mesh, axes=('slots', None))
+      return mixed, (k, v)
 
     for block in layers:
       x, kv = block(x, cos, sin, attend)

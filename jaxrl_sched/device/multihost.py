@@ -58,6 +58,42 @@ def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
     ) from error
 
 
+class Store:
+  """What a process tells all others while they may be anywhere: a few short texts."""
+
+  def __init__(self, name: str):
+    self._prefix = f'jaxrl_sched/{name}/'
+
+  def set(self, key: str, text: str) -> None:
+    """The first to set a key has set it for all."""
+    client = distributed.global_state.client
+    try:
+      client.key_value_set(self._prefix + key, text)
+    except jax.errors.JaxRuntimeError as error:
+      if 'ALREADY_EXISTS' not in str(error):
+        raise
+
+  def get(self, key: str) -> str | None:
+    client = distributed.global_state.client
+    try:
+      return client.key_value_try_get(self._prefix + key)
+    except jax.errors.JaxRuntimeError as error:
+      if 'NOT_FOUND' not in str(error):
+        raise
+      return None
+
+
+def together(make: Callable[[], Any], *, name: str) -> Any:
+  """What `make()` gives on this process, once no process has failed in it.
+
+  For what every process does for itself and that may fail on one: a file, say, that is
+  not there.
+  """
+  found = []
+  gather(lambda: found.append(make()), name=name)
+  return found[0]
+
+
 def agree(
   make: Callable[[], Any], *, name: str = 'agree', timeout_s: float = TIMEOUT_S
 ) -> Any:

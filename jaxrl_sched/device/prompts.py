@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator
 import dataclasses
 import functools
+import hashlib
 import math
 import os
 from typing import Any
@@ -162,6 +163,15 @@ class PromptSet:
     for name, size in self.sizes.items():
       for index in range(size):
         yield self.get(name, index)
+
+  def digest(self) -> str:
+    """The same where all prompts are, in all that a run hangs on."""
+    found = hashlib.sha256()
+    for p in self.all():
+      said = (p.id, p.reward, p.answer, p.solution, p.max_reward, p.meta)
+      found.update(repr(said).encode())
+      found.update(p.tokens.tobytes())
+    return found.hexdigest()
 
   def ids(self) -> dict[str, Iterator[str]]:
     """Dataset -> the id of each prompt, by index; nothing is rendered for it."""

@@ -23,7 +23,7 @@ class Sampler:
   """Samples answers to requests with continuous batching.
 
   Args:
-    parameters: float32 tree of `model.init` or `weights.load`.
+    parameters: float32 tree of `model.init` or `weights.load`; None: they are `put`.
     slots: R, answers decoded at once.
     cache_length: S; prompt and answer together must fit.
     chunk: decode steps between two looks of the host.
@@ -83,24 +83,20 @@ class Sampler:
     )
     self._weights = {}  # version -> what `by_layer` gives
     self._rollout: Rollout | None = None
-    self.load(parameters, version=0)
+    if parameters is not None:
+      self.load(parameters, version=0)
 
   def load(self, parameters, version: int) -> None:
     """Puts a version beside those held, and from now on samples with it unless told.
 
     Does not wait for the transfer.
     """
-    self.put(self.ready(parameters), version)
-
-  def ready(self, parameters):
-    """As samplers take weights; still where `parameters` are. A copy."""
-    # Cast before they travel: half the bytes where the computation is in bfloat16.
-    return self._ready(parameters)
+    self.put(self._ready(parameters), version)
 
   def put(self, ready, version: int) -> None:
-    """`load` of what `ready` gave, which may serve several samplers of one model."""
+    """`load` of what a `Handover` gave, which may serve several samplers."""
     self._weights.pop(version, None)
-    self._weights[version] = jax.device_put(ready, self._weights_at)
+    self._weights[version] = meshes.put(ready, self._weights_at)
     self.version = version
 
   def wait(self) -> None:

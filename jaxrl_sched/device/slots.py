@@ -63,10 +63,21 @@ def fresh_state(slots: int, cache_length: int) -> dict[str, np.ndarray]:
   )
 
 
-def _prefill(parameters, tokens, segments, config):
+def empty_place(slots: int, cache_length: int) -> dict[str, np.ndarray]:
+  """What `_insert` is told where no answer is to be started."""
+  place = fresh_state(slots, cache_length)
+  del place['key']
+  place['slot'] = np.full(slots, slots, np.int32)
+  place['row'] = np.zeros(slots, np.int32)
+  place['draw'] = np.zeros(slots, np.uint32)
+  place['answer'] = np.zeros(slots, np.uint32)
+  return place
+
+
+def _prefill(parameters, tokens, segments, *, config: ModelConfig, mesh):
   """[P, T] -> keys and values: L pairs, each [P, T, K, H]."""
   model, layers = model_lib.unrolled(config, parameters)
-  return model.prefill(layers, tokens, segments)
+  return model.prefill(layers, tokens, segments, mesh=mesh)
 
 
 def _insert(cache, state, kv, place, seed):
@@ -94,7 +105,7 @@ def _insert(cache, state, kv, place, seed):
   return cache, state
 
 
-def _decode(parameters, cache, state, *, config: ModelConfig, chunk: int, used: int):
+def _decode(parameters, cache, state, used: int, *, config: ModelConfig, chunk: int):
   """Up to `chunk` tokens for every live slot.
 
   An answer ends at a token without a finite log-prob: its logits were not numbers.
@@ -178,6 +189,115 @@ class Answer:
     return min(most, self.start + pause) if pause else most
 
 
+def weights_of(config: ModelConfig, mesh: jax.sharding.Mesh):
+  """The weights as samplers on this mesh take them, as shapes with shardings."""
+  shapes, _ = model_lib.abstract(config)
+  shapes = jax.eval_shape(functools.partial(model_lib.by_layer, config), shapes)
+  axes = model_lib.by_layer_axes(config)
+  at = meshes.parameter_shardings(shapes, axes, mesh, whole=('embed',))
+  return jax.tree.map(
+    lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, at
+  )
+
+
+class Programs:
+  """What is compiled to sample, and the shapes and shardings of what it works on.
+
+  Holds no arrays, so that it can be compiled for devices that are not there.
+
+  Args: as of `Slots`.
+
+  Attributes:
+    prefill, insert, decode, retire, wipe: jitted; the functions above. All but the
+      first write on the cache and the state that they are given.
+    empty: () -> an empty cache.
+    weights, cache, state: shapes with shardings.
+  """
+
+  def __init__(
+    self,
+    config: ModelConfig,
+    count: int,
+    *,
+    cache_length: int,
+    chunk: int,
+    mesh: jax.sharding.Mesh,
+    prefill_rows: int,
+  ):
+    self.count, self.cache_length, self.prefill_rows = count, cache_length, prefill_rows
+    whole, per_slot = meshes.sharding(mesh), meshes.sharding(mesh, 'slots')
+    cache_at = meshes.sharding(mesh, 'slots', None, 'kv_heads', None)
+    self._whole = whole
+    # What the host reads: each of several hosts can read what is whole on all.
+    shared = len(meshes.by_host(mesh.devices.flat)) > 1
+    read = whole if shared else meshes.sharding(mesh, None, 'slots')
+    fresh = fresh_state(count, cache_length)
+    state_at = dict.fromkeys(fresh, per_slot) | {'made': whole if shared else per_slot}
+    self.weights = weights_of(config, mesh)
+    weights_at = jax.tree.map(lambda x: x.sharding, self.weights)
+
+    self.prefill = jax.jit(
+      functools.partial(_prefill, config=config, mesh=mesh),
+      in_shardings=(weights_at, whole, whole),
+      out_shardings=cache_at,
+    )
+    self.insert = jax.jit(
+      _insert,
+      donate_argnums=(0, 1),
+      in_shardings=(cache_at, state_at, cache_at, whole, whole),
+      out_shardings=(cache_at, state_at),
+    )
+    self.decode = jax.jit(
+      functools.partial(_decode, config=config, chunk=chunk),
+      static_argnums=3,
+      donate_argnums=(1, 2),
+      in_shardings=(weights_at, cache_at, state_at),
+      out_shardings=(cache_at, state_at, read, read),
+    )
+    self.retire = jax.jit(
+      _retire,
+      donate_argnums=0,
+      in_shardings=(state_at, whole),
+      out_shardings=state_at,
+    )
+    self.wipe = jax.jit(
+      _wipe, donate_argnums=0, in_shardings=(cache_at, whole), out_shardings=cache_at
+    )
+    shape = (count, cache_length, config.kv_heads, config.head_dim)
+    self.cache = tuple(
+      tuple(jax.ShapeDtypeStruct(shape, config.dtype, sharding=cache_at) for _ in 'kv')
+      for _ in range(config.layers)
+    )
+    self.empty = jax.jit(
+      lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.cache),
+      out_shardings=cache_at,
+    )
+    self.state = {
+      k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state_at[k])
+      for k, x in fresh.items()
+    }
+
+  def arguments(self, longest_prompt: int) -> dict[str, tuple]:
+    """What programs are called with at the most in a rollout, as shapes.
+
+    Args:
+      longest_prompt: tokens; the prefill's is the bucket that holds them.
+    """
+    length = bucket(longest_prompt, SMALLEST_PROMPT, self.cache_length)
+
+    def whole(x):
+      return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=self._whole)
+
+    tokens = whole(np.zeros((self.prefill_rows, length), np.int32))
+    kv = jax.eval_shape(self.prefill, self.weights, tokens, tokens)
+    place = jax.tree.map(whole, empty_place(self.count, self.cache_length))
+    return dict(
+      prefill=(self.weights, tokens, tokens),
+      insert=(self.cache, self.state, kv, place, whole(np.uint32(0))),
+      decode=(self.weights, self.cache, self.state, self.cache_length),
+    )
+
+
 class Slots:
   """The cache and the state of R slots, and what is done to them.
 
@@ -197,47 +317,30 @@ class Slots:
   ):
     self.count, self.cache_length, self.chunk = count, cache_length, chunk
     self.prefill_rows, self._seed = prefill_rows, np.uint32(seed)
-    per_slot = meshes.sharding(mesh, 'slots')
-    cache_at = meshes.sharding(mesh, 'slots', None, 'kv_heads', None)
-    out = meshes.sharding(mesh, None, 'slots')
-    self._prefill = jax.jit(
-      functools.partial(_prefill, config=config), out_shardings=cache_at
+    self.programs = Programs(
+      config,
+      count,
+      cache_length=cache_length,
+      chunk=chunk,
+      mesh=mesh,
+      prefill_rows=prefill_rows,
     )
-    self._insert = jax.jit(
-      _insert, donate_argnums=(0, 1), out_shardings=(cache_at, per_slot)
-    )
-    self._decode = jax.jit(
-      functools.partial(_decode, config=config, chunk=chunk),
-      static_argnames='used',
-      donate_argnums=(1, 2),
-      out_shardings=(cache_at, per_slot, out, out),
-    )
-    self._retire = jax.jit(_retire, donate_argnums=0, out_shardings=per_slot)
-    self._wipe = jax.jit(_wipe, donate_argnums=0, out_shardings=cache_at)
-    shape = (count, cache_length, config.kv_heads, config.head_dim)
-    self._cache = jax.jit(
-      lambda: tuple(
-        tuple(jnp.zeros(shape, config.dtype) for _ in 'kv')
-        for _ in range(config.layers)
-      ),
-      out_shardings=cache_at,
-    )()
-    self._per_slot = per_slot
+    self._cache = self.programs.empty()
     self.reset()
 
   def reset(self) -> None:
-    fresh = fresh_state(self.count, self.cache_length)
-    self._state = jax.device_put(fresh, self._per_slot)
+    at = {k: x.sharding for k, x in self.programs.state.items()}
+    self._state = meshes.put(fresh_state(self.count, self.cache_length), at)
 
   def warm_up(self, weights, longest: int) -> None:
     """Compiles everything, for prefills up to `longest` tokens."""
     longest = bucket(longest, SMALLEST_PROMPT, self.cache_length)
     for length in buckets(SMALLEST_PROMPT, longest):
       nothing = np.zeros((self.prefill_rows, length), np.int32)
-      self.start(self._prefill(weights, nothing, nothing), [])
+      self.start(self.programs.prefill(weights, nothing, nothing), [])
     for used in buckets(SMALLEST_CACHE, self.cache_length):
-      self._cache, self._state, *_ = self._decode(
-        weights, self._cache, self._state, used=used
+      self._cache, self._state, *_ = self.programs.decode(
+        weights, self._cache, self._state, used
       )
     self.retire(np.zeros(self.count, bool))
     self.wipe(np.zeros(self.count, bool))
@@ -258,16 +361,11 @@ class Slots:
     for i, row in enumerate(rows):
       tokens[i, : len(row)] = row
       segments[i, : len(row)] = 1
-    return self._prefill(weights, tokens, segments)
+    return self.programs.prefill(weights, tokens, segments)
 
   def start(self, kv, starts: Sequence[tuple[int, int, Answer]]) -> None:
     """Puts answers, each with its slot and its row of `kv`, into slots."""
-    place = fresh_state(self.count, self.cache_length)
-    del place['key']
-    place['slot'] = np.full(self.count, self.count, np.int32)
-    place['row'] = np.zeros(self.count, np.int32)
-    place['draw'] = np.zeros(self.count, np.uint32)
-    place['answer'] = np.zeros(self.count, np.uint32)
+    place = empty_place(self.count, self.cache_length)
     for i, (slot, row, answer) in enumerate(starts):
       s, prompt = answer.request.sampling, answer.request.prompt.tokens
       values = dict(
@@ -288,15 +386,15 @@ class Slots:
       for name, value in values.items():
         place[name][i] = value
       place['stop'][i, : len(s.stop_ids)] = s.stop_ids
-    self._cache, self._state = self._insert(
+    self._cache, self._state = self.programs.insert(
       self._cache, self._state, kv, place, self._seed
     )
 
   def launch(self, weights, furthest: int):
     """Starts a chunk. No slot's position is past `furthest`. To be read by `read`."""
     used = bucket(furthest + self.chunk, SMALLEST_CACHE, self.cache_length)
-    self._cache, self._state, tokens, logps = self._decode(
-      weights, self._cache, self._state, used=used
+    self._cache, self._state, tokens, logps = self.programs.decode(
+      weights, self._cache, self._state, used
     )
     return tokens, logps, self._state['made']
 
@@ -308,7 +406,7 @@ class Slots:
     return jax.device_get(chunk)
 
   def retire(self, gone: np.ndarray) -> None:  # [R] bool
-    self._state = self._retire(self._state, gone)
+    self._state = self.programs.retire(self._state, gone)
 
   def wipe(self, spoilt: np.ndarray) -> None:  # [R] bool
-    self._cache = self._wipe(self._cache, spoilt)
+    self._cache = self.programs.wipe(self._cache, spoilt)

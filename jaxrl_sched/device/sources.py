@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxrl_sched import storage
+
 
 class Source(Protocol):
   """Records by position."""
@@ -35,8 +37,8 @@ class JsonLines:
   CRLF and a missing final newline make no difference.
   """
 
-  def __init__(self, path: pathlib.Path):
-    self.path = path
+  def __init__(self, path: pathlib.Path, name: str | None = None):
+    self.path = name or path  # for messages
     self._file = open(path, 'rb')  # read with pread: no position shared by threads
     places = array('q')
     start = 0
@@ -70,20 +72,20 @@ class JsonLines:
 class Parquet:
   """A parquet file, held in Arrow's column form."""
 
-  def __init__(self, path: pathlib.Path):
+  def __init__(self, path: pathlib.Path, name: str | None = None):
+    self.path = name or path  # for messages
     try:
       import pyarrow
       from pyarrow import parquet
     except ImportError:
       raise ValueError(
-        f'{path}: reading parquet needs pyarrow, the extra jaxrl_sched[parquet]'
+        f'{self.path}: reading parquet needs pyarrow, the extra jaxrl_sched[parquet]'
       ) from None
-    self.path = path
     try:
       with parquet.ParquetFile(path, memory_map=True) as file:
         self._table = file.read().combine_chunks()
     except (pyarrow.ArrowException, OSError) as error:
-      raise ValueError(f'{path}: not parquet: {_line(error)}') from None
+      raise ValueError(f'{self.path}: not parquet: {_line(error)}') from None
 
   def __len__(self) -> int:
     return self._table.num_rows
@@ -172,11 +174,11 @@ def open_source(name: str, options: dict[str, Any], root: str | os.PathLike) -> 
   """Opens a source by its name.
 
   Args:
-    name: a path ending in .jsonl or .parquet; 'reasoning_gym:NAME'; or
+    name: a path, gs:// or not, ending in .jsonl or .parquet; 'reasoning_gym:NAME'; or
       'package.module:function', which is called with the options and returns an
       object with a length and items.
     options: for the last two; files take none.
-    root: where relative paths start.
+    root: where relative paths start; gs:// or not.
 
   Raises:
     ValueError: nothing of that name, or options that it does not take.
@@ -184,12 +186,14 @@ def open_source(name: str, options: dict[str, Any], root: str | os.PathLike) -> 
   if name.startswith('reasoning_gym:'):
     return Gym(name.removeprefix('reasoning_gym:'), options)
   if name.endswith(('.jsonl', '.parquet')):
-    path = pathlib.Path(root) / pathlib.Path(name).expanduser()
     if options:
       raise ValueError(f'{name}: a file takes no options, found {sorted(options)}')
+    where = storage.join(root, name)
+    path = storage.fetched(where)
     if not path.is_file():
-      raise ValueError(f'{path}: no such file')
-    return JsonLines(path) if name.endswith('.jsonl') else Parquet(path)
+      raise ValueError(f'{where}: no such file')
+    kind = JsonLines if name.endswith('.jsonl') else Parquet
+    return kind(path, name=where)
   if ':' in name:
     return Generated(name, _generator(name, options))
   raise ValueError(

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl_sched import storage
 from jaxrl_sched.device import hf_config, hf_folder, hf_tensors, model
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device.hf_fields import integer
@@ -115,7 +116,8 @@ def load(
   them, and `export` leaves them out.
 
   Args:
-    path_or_hub_id: a folder with config.json and safetensors, or owner/name.
+    path_or_hub_id: a folder with config.json and safetensors, gs:// or not, or
+      owner/name.
     mesh: where the parameters go; None: one device.
     dtype: of the computation. The parameters are float32, whatever is stored.
     vocab_parts: as another mesh cuts the vocabulary; None: as this mesh does.
@@ -221,6 +223,8 @@ def export(
       other processes, or a weight is not finite in `stored_dtype`.
     OSError: the disk is full, or not to be written to.
   """
+  if storage.is_remote(out):
+    raise ValueError(f'export: {out}, expected a local folder; see storage.written')
   out = pathlib.Path(out).expanduser()
   if out.exists() and not (out.is_dir() and not any(out.iterdir())):
     raise ValueError(f'export: {out} exists, expected a new or empty folder')

@@ -207,7 +207,7 @@ def test_the_number_of_rows_has_no_say(learner, data, whole, count):
 )
 def test_eight_devices_find_the_gradient_of_one(parameters, full, data, whole, shape):
   """J3: packed into few rows, so that some devices have empty rows only."""
-  mesh = meshes.make_mesh(**dict(zip(meshes.AXES, shape, strict=True)))
+  mesh = meshes.make_mesh(**dict(zip(('data', 'fsdp', 'model'), shape, strict=True)))
   spread = build(parameters, loss=full, mesh=mesh)
   (packed,) = filled(*data)
   assert not packed.segments[4:].any()
@@ -385,7 +385,7 @@ def test_a_gradient_that_is_not_finite_is_refused_whole(table):
 
 @pytest.mark.parametrize('shape', [(1, 1, 1), (2, 2, 2)])
 def test_warm_up_compiles_the_update_and_changes_nothing(table, shape):
-  mesh = meshes.make_mesh(**dict(zip(meshes.AXES, shape, strict=True)))
+  mesh = meshes.make_mesh(**dict(zip(('data', 'fsdp', 'model'), shape, strict=True)))
   learner = build(table, toys.TABLE, mesh=mesh)
   before = jax.device_get(learner.state)
   with toys.compilations() as seen:

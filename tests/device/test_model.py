@@ -423,7 +423,7 @@ def test_a_mesh_gives_what_one_device_gives(kind, shape):
   parameters = lively(config)
   tokens = np.stack(rows(*[6] * 8))
   expected = model.logits(parameters, config, tokens)
-  mesh = meshes.make_mesh(**dict(zip(meshes.AXES, shape, strict=True)))
+  mesh = meshes.make_mesh(**dict(zip(('data', 'fsdp', 'model'), shape, strict=True)))
   shardings = meshes.parameter_shardings(*model.abstract(config), mesh)
   spread = jax.device_put(parameters, shardings)
   placed = jax.device_put(tokens, meshes.sharding(mesh, 'rows', None))
@@ -436,7 +436,8 @@ def test_every_parameter_but_norms_is_cut_by_a_full_mesh():
   shardings = meshes.parameter_shardings(*model.abstract(KINDS['untied']), mesh)
   for path, sharding in jax.tree_util.tree_flatten_with_path(shardings)[0]:
     used = {name for name in sharding.spec if name is not None}
-    expected = {'fsdp'} if path[-1].key == 'scale' else {'fsdp', 'model'}
+    norm, embed = path[-1].key == 'scale', ('fsdp', 'sequence')
+    expected = {embed} if norm else {embed, 'model'}
     assert used == expected, jax.tree_util.keystr(path)
 
 

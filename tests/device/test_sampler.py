@@ -339,7 +339,8 @@ def test_the_cache_is_never_copied(parameters):
   sampler = Sampler(parameters, toys.CONFIG, slots=8, cache_length=4096, chunk=4)
   cache, state = sampler._slots._cache, sampler._slots._state
   size = sum(x.nbytes for x in jax.tree.leaves(cache))
-  decode = sampler._slots._decode.lower(sampler._weights[0], cache, state, used=64)
+  arguments = sampler._weights[0], cache, state, 64
+  decode = sampler._slots.programs.decode.lower(*arguments)
   memory = decode.compile().memory_analysis()
   assert memory.alias_size_in_bytes >= size
   assert memory.temp_size_in_bytes < size / 4
