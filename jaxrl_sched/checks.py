@@ -159,7 +159,7 @@ def _check_meshes(c: dict[str, Any], need: Callable, hosts: int) -> None:
     expected = f"a divisor of the {each} devices of a host, or sampler.mesh='global'"
     need(model >= 1 and each % model == 0, 'sampler.model', model, expected)
     parts = each // model
-    told = f'{each} devices of a host / {model} parts of the model'
+    told = f'the {each} devices of a host' + f' / {model} parts of heads' * (model > 1)
   else:
     parts = math.prod(c[of][axis] for axis in slots)
     told = ' * '.join(f'{of}.{axis}' for axis in slots if c[of][axis] > 1) or '1'

@@ -7,10 +7,12 @@ Writes eval/<step>/<dataset>.json and <dataset>.samples.jsonl into the workdir
 workdir's own config.json is used.
 """
 
+import contextlib
 import pathlib
 import sys
 
-from jaxrl_sched import config, evaluation, models, storage
+from jaxrl_sched import config, evaluation, models, settings, storage
+from jaxrl_sched.device import multihost, together
 from jaxrl_sched.train import overrides, parser
 
 EPILOG = """\
@@ -28,40 +30,43 @@ def main(argv: list[str] | None = None) -> int:
     '--hf', metavar='FOLDER', help='a Hugging Face folder to evaluate instead'
   )
   arguments, rest = arguments.parse_known_args(argv)
-  try:
-    workdir = storage.path(arguments.workdir, '--workdir=')
-    c = config.of_workdir(arguments.config, workdir, overrides(rest))
+  return together.run(lambda: _run(arguments, overrides(rest)))
+
+
+def _run(arguments, changes: list[tuple[str, str]]) -> int:
+  workdir = storage.path(arguments.workdir, '--workdir=')
+
+  def prepare() -> tuple[config.Run, list]:
+    c = config.of_workdir(arguments.config, workdir, changes)
     c['tiers'] = None  # its table need not be there any more
     label = None if arguments.hf is None else models.judge_folder(c, arguments.hf)
     run = config.prepare(c)
     if run.evaluate is None:
       raise ValueError('config.evaluate: missing, nothing says what to evaluate on')
-    names = [label]
-    if label is None:
-      names = config.checkpointed_steps(workdir, arguments.step)
-    engine = config.build_engine(run, workdir, read_only=True)
-  except (ValueError, storage.StorageError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  try:
+    if label is not None:
+      return run, [label]
+    return run, config.checkpointed_steps(workdir, arguments.step)
+
+  run, names = multihost.together(prepare, name='preparing')
+  multihost.compare('config', lambda: settings.dumps(run.c))
+  multihost.compare('the prompts', run.held_out.digest)
+  with contextlib.closing(config.build_engine(run, workdir, read_only=True)) as engine:
     prompts = list(run.held_out.all())
-    print(f'Evaluating {len(prompts)} prompts x {run.evaluate.samples} ...')
-    print(f'{"step":>8}  {"dataset":20}{"prompts":>8}{"n":>4}  pass@k', flush=True)
+    if multihost.is_first():
+      print(f'Evaluating {len(prompts)} prompts x {run.evaluate.samples} ...')
+      print(f'{"step":>8}  {"dataset":20}{"prompts":>8}{"n":>4}  pass@k', flush=True)
     for name in names:
-      if label is None:
+      if arguments.hf is None:
         engine.restore(name)
       _evaluate(run, engine, prompts, name, workdir)
-  except (ValueError, storage.StorageError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    return 2
-  finally:
-    engine.close()
   return 0
 
 
 def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:
   e, sampling = run.evaluate, run.evaluation_sampling()
   results = evaluation.evaluate(engine, prompts, sampling, samples=e.samples, k=e.k)
+  if not multihost.is_first():
+    return
   about = {
     'step': name,
     'model': run.model.path,

@@ -94,9 +94,10 @@ check_name() {
 }
 
 # check_module MODULE ARGUMENTS: what a command needs to run on machines that share
-# nothing but their storage.
+# nothing but their storage. Sets config_file, where one of this tree is named.
 check_module() {
   local module=$1 workdir='' config='' before=''
+  config_file=''
   shift
   case $module in
     train | evaluate | stratify) ;;
@@ -120,9 +121,8 @@ check_module() {
   if [[ -z $config ]]; then
     [[ $module != train ]] || refuse "no --config=... after '--'"
   elif [[ $config != /* ]]; then
-    config=${config%%:*}
-    git cat-file -e "HEAD:$config" 2>/dev/null || refuse "--config=$config: not in" \
-      'the last commit, which is what the hosts get'
+    config_file=${config%%:*}
+    [[ -f $config_file ]] || refuse "--config=$config: no such file in $PWD"
   fi
 }
 

@@ -86,7 +86,7 @@ trap 'tell TERM' TERM INT
 
 running=$count first='' deadline=''
 while [[ $running -gt 0 ]]; do
-  sleep 0.2
+  sleep 0.2 || true # a Ctrl-C ends it too
   for ((i = 0; i < count; i++)); do
     if [[ -n ${codes[i]} ]] || kill -0 "${pids[i]}" 2>/dev/null; then continue; fi
     codes[i]=0

@@ -99,7 +99,11 @@ check() {
   [[ -z $extras || $extras =~ ^[a-z]+(,[a-z]+)*$ ]] ||
     refuse "--extras=$extras: expected names as in math,wandb"
   if [[ -n $env_file ]]; then check_env_file "$env_file"; fi
-  if [[ $action == run ]]; then check_module "$module" ${train[@]+"${train[@]}"}; fi
+  if [[ $action == run ]]; then
+    check_module "$module" ${train[@]+"${train[@]}"}
+    [[ -z $config_file ]] || git cat-file -e "HEAD:$config_file" 2>/dev/null ||
+      refuse "--config=$config_file: not in the last commit, which is what workers get"
+  fi
   if [[ $action == create || -n $keep ]]; then
     if [[ -n $accelerator ]]; then
       [[ -z $type$topology ]] ||
@@ -207,16 +211,13 @@ bash jaxrl_sched.new/launch/worker.sh setup ${commit:0:12} [tpu${extras:+,$extra
 # Until the run is complete: waits for the slice, makes it again when it was preempted,
 # and starts the run again on workers that came back without it.
 keep() {
-  local now before='' fresh='' tries=0
+  local now before='' tries=0
   while :; do
     now=$(state) || now=UNKNOWN
     if [[ $now != "$before" ]]; then say "$name: $now"; fi
     before=$now
     case $now in
-      ABSENT)
-        create || fail "$name: it cannot be created: see the lines above"
-        fresh=yes
-        ;;
+      ABSENT) create || fail "$name: it cannot be created: see the lines above" ;;
       SUSPENDED) delete || true ;; # preempted; ABSENT is next
       FAILED) fail "$name: FAILED; see status" ;;
       ACTIVE)
@@ -235,18 +236,20 @@ keep() {
 # Once round: fails where the workers cannot be asked; ends all when the run is over.
 keep_running() {
   local found
-  if ! found=$(on all bash launch/worker.sh outcome) || [[ -n $fresh ]]; then
+  if ! found=$(on all bash launch/worker.sh outcome); then # new, as a rule
     setup || return
-    fresh=''
     found='outcome=idle'
   fi
-  case $found in
-    *outcome=ended-2*) over 2 ;;
-    *outcome=idle*) ;;
-    *outcome=running*) return ;;
-    *outcome=stopped*) over 75 ;;
-    *outcome=ended-75*) ;; # the machine was going down
-    *outcome=ended-*)
+  case $found$'\n' in
+    *=ended-2$'\n'*) over 2 ;;
+    *=stopped$'\n'*)
+      [[ $found == *=running* ]] || over 75
+      return 0
+      ;;
+    # A worker that went down, for a repair say, and is back without the run.
+    *=idle$'\n'* | *=ended-75$'\n'*) ;;
+    *=running$'\n'*) return 0 ;;
+    *)
       found=$(grep -o 'ended-[1-9][0-9]*' <<<"$found" | head -n 1) || over 0
       over "${found#ended-}"
       ;;
@@ -273,7 +276,11 @@ status() {
   local now
   now=$(state) || fail "$name: its state cannot be learnt: see the lines above"
   say "$name in $zone: $now"
-  if [[ $now == ACTIVE ]]; then on all bash launch/worker.sh status; fi
+  case $now in
+    ACTIVE) on all bash launch/worker.sh status ;;
+    ABSENT) ;;
+    *) tpus queued-resources describe "$name" --format='yaml(state)' ;;
+  esac
 }
 
 delete() { tpus queued-resources delete "$name" --force --async; }

@@ -42,7 +42,9 @@ setup() {
     cd jaxrl_sched
   fi
   if [[ -z ${JAXRL_PYTHON:-} && -z ${PYTHON:-} ]]; then
-    python3 -m pip install --quiet --user --disable-pip-version-check "uv==$UV"
+    # Ubuntu's newer pip refuses to install for a user unless told so.
+    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --quiet --user \
+      --disable-pip-version-check "uv==$UV"
     python3 -m uv python install --quiet "$PYTHON_VERSION"
     PYTHON=$(python3 -m uv python find --managed-python "$PYTHON_VERSION")
   fi

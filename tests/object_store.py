@@ -4,7 +4,7 @@ An object store as the real one: an object is there whole when its upload ends, 
 at all; nothing can be appended to; there are no folders, so no rename of one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import datetime
 import email
@@ -19,13 +19,23 @@ MOVE = re.compile(r'/storage/v1/b/([^/]+)/o/([^/]+)/moveTo/o/([^/]+)')
 
 
 class Store:
-  """Objects by 'bucket/name'. Any bucket exists."""
+  """Objects by 'bucket/name'. Any bucket exists.
+
+  Attributes:
+    asked: what was asked for so far, as 'GET /path?query'.
+    fault: from such a text to a status other than success, or None.
+  """
 
   def __init__(self):
-    self.objects: dict[str, dict] = {}
     self.lock = threading.RLock()
-    self.uploads: dict[str, tuple[str, bytearray]] = {}
     self.generation = 0
+    self.clear()
+
+  def clear(self) -> None:
+    self.asked: list[str] = []
+    self.fault: Callable[[str], int | None] = lambda asked: None
+    self.objects: dict[str, dict] = {}
+    self.uploads: dict[str, tuple[str, bytearray]] = {}
 
   def put(self, name: str, content: bytes) -> dict:
     with self.lock:
@@ -76,7 +86,17 @@ class Handler(BaseHTTPRequestHandler):
   def log_message(self, *_) -> None:
     pass
 
+  def is_refused(self) -> bool:
+    asked = f'{self.command} {unquote(self.path)}'
+    self.store.asked.append(asked)
+    status = self.store.fault(asked)
+    if status is not None:
+      self.answer({'error': {'code': status, 'message': 'a fault'}}, status)
+    return status is not None
+
   def do_GET(self) -> None:
+    if self.is_refused():
+      return
     url = urlsplit(self.path)
     asked = dict(parse_qsl(url.query))
     with self.store.lock:
@@ -94,8 +114,8 @@ class Handler(BaseHTTPRequestHandler):
     self.content(content, found['generation'])
 
   def content(self, content: bytes, generation: int) -> None:
-    headers = {'x-goog-generation': generation, 'x-goog-stored-content-length': 0}
-    headers['x-goog-stored-content-length'] = size = len(content)
+    size = len(content)
+    headers = {'x-goog-generation': generation, 'x-goog-stored-content-length': size}
     wanted = re.fullmatch(r'bytes=(\d+)-(\d*)', self.headers.get('Range', ''))
     if not wanted:
       return self.send(content, 200, headers)
@@ -107,6 +127,8 @@ class Handler(BaseHTTPRequestHandler):
     self.send(content[first : last + 1], 206, headers)
 
   def do_DELETE(self) -> None:
+    if self.is_refused():
+      return
     match = OBJECT.fullmatch(urlsplit(self.path).path)
     self.send(b'', self.delete(f'{match[1]}/{unquote(match[2])}'))
 
@@ -116,6 +138,8 @@ class Handler(BaseHTTPRequestHandler):
 
   def do_POST(self) -> None:
     body = self.rfile.read(int(self.headers.get('Content-Length', 0)))
+    if self.is_refused():
+      return
     url = urlsplit(self.path)
     asked = dict(parse_qsl(url.query))
     if url.path == '/batch/storage/v1':

@@ -85,7 +85,7 @@ def prepared(*overrides):
     ('optimizer.schedule=step', "optimizer.schedule: 'step', expected one of"),
     ('learner.row_tokens=16', 'learner.row_tokens: 16, expected at least'),
     # What does not divide (L2).
-    ('mesh.data=3', 'config.sampler.slots: 16, expected a multiple of mesh.data * '),
+    ('mesh.data=3', 'config.sampler.slots: 16, expected a multiple of the 3 devices of '),
     ('mesh.fsdp=8', 'config.learner.rows: 4, expected a multiple of mesh.data * '),
     # Data.
     ('prompts.datasets.sums.source=none.jsonl', 'none.jsonl'),
@@ -117,7 +117,8 @@ def test_a_block_can_be_left_out_and_put_in():
   with pytest.raises(ValueError, match='config.overlong.factor: missing'):
     config.read(SMOKE, overlong[:1])
   c = config.read(SMOKE, [('mesh', 'None')])
-  assert c['mesh'] == dict(data=1, fsdp=1, model=1)  # absence is the default, written
+  # Absence is the default, written.
+  assert c['mesh'] == dict(data=1, fsdp=1, sequence=1, model=1)
 
 
 def test_config_files_that_are_none(tmp_path):
@@ -538,7 +539,7 @@ def test_bad_controllers_are_refused(overrides, message):
     ),
     (
       ['sampler_mesh.data=3'],
-      'config.sampler.slots: 16, expected a multiple of sampler_mesh.data * sampler_mesh',
+      'config.sampler.slots: 16, expected a multiple of sampler_mesh.data = 3',
     ),
     (['sampler_mesh.model=0'], 'config.sampler_mesh.model: 0, expected at least 1'),
     (

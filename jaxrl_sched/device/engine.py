@@ -137,6 +137,7 @@ class DeviceEngine:
     self._generated: dict[int, float] = {}  # bundle -> seconds
     self._since = time.perf_counter()  # when the newest update was done
     self._told: list[Span] = []  # since the last call of `spans`
+    self._publish()
 
   def agree(self, make: Callable[[], Any]) -> Any:
     stops, made = multihost.agree(
@@ -154,7 +155,6 @@ class DeviceEngine:
 
   def warm_up(self, longest_prompt: int) -> None:
     """Compiles everything, so that no step does, the first after a resume included."""
-    self._publish()
     for sampler in self._samplers:
       sampler.warm_up(longest_prompt, longest_part=self._longest_part)
     self._learner.warm_up(share_prompt=self._share_prompt)

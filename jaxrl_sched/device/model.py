@@ -12,6 +12,7 @@ from typing import Any
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_sched.device import attention, lora, rope
 from jaxrl_sched.device import mesh as meshes
@@ -104,6 +105,20 @@ def _rotate(x, cos, sin):  # x [..., heads, H]; the two halves are a pair (HF's 
   cos, sin = cos[..., None, :], sin[..., None, :]
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def _to_rows(x, mesh):
+  """From the embedding's layout, cut along D, to that of rows and tokens.
+
+  Untold, every device of an fsdp axis would compute all rows. Told at once, XLA would
+  gather all of x on every device of a mesh with a sequence axis; it moves one axis at
+  a time well, the last of those that cut D first.
+  """
+  ways = (('data', None, ('fsdp', 'sequence')), ('data', 'sequence', 'fsdp'))
+  for way in (*ways, meshes.spec('rows', 'tokens', None)):
+    at = NamedSharding(mesh, PartitionSpec(*way))
+    x = jax.lax.with_sharding_constraint(x, at)
+  return x
 
 
 class Norm(nnx.Module):
@@ -211,7 +226,7 @@ class Decoder(nnx.Module):
 
     Args:
       answers: those of a segment that share its prompt and do not see each other.
-      mesh: over which rows are spread.
+      mesh: over which rows, and tokens of a row, are spread.
     """
     cos, sin = rotation(positions, self.config)
     graph, stacked = nnx.split(self.blocks)
@@ -226,11 +241,7 @@ class Decoder(nnx.Module):
       layer = jax.checkpoint(layer, prevent_cse=False)
     x = self.embedded(tokens)
     if mesh is not None:
-      # Else activations would lie as the embedding does, cut along D, and every
-      # device of an fsdp axis would compute all rows.
-      x = jax.lax.with_sharding_constraint(
-        x, meshes.sharding(mesh, 'rows', 'tokens', None)
-      )
+      x = _to_rows(x, mesh)
     x, _ = jax.lax.scan(layer, x, stacked)
     return self.norm(x)
 
@@ -247,6 +258,10 @@ class Decoder(nnx.Module):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     cos, sin = rotation(positions, self.config)
     x, kept = self.embedded(tokens), []
+    if mesh is not None:
+      x = jax.lax.with_sharding_constraint(
+        x, meshes.sharding(mesh, 'slots', None, None)
+      )
 
     def attend(q, k, v):
       mixed = attention.packed(q, k, v, segments, mesh=mesh, axes=('slots', None))

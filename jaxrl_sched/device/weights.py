@@ -85,6 +85,11 @@ def describe(
   raw = hf_folder.read_config(where)
   known_tokens = known_tokens or _known_tokens(where)
   config = hf_config.read(raw, known_tokens=known_tokens, dtype=dtype)
+  return padded(config, vocab_parts=vocab_parts)
+
+
+def padded(config: ModelConfig, *, vocab_parts: int) -> ModelConfig:
+  """The model of a config.json, with rows of zeros so that its vocabulary divides."""
   padding = -config.vocab_size % math.lcm(_VOCAB_STEP, vocab_parts)
   return dataclasses.replace(
     config, vocab_size=config.vocab_size + padding, vocab_padding=padding

@@ -7,17 +7,10 @@ import pytest
 import toys
 
 from jaxrl_sched import evaluation
-from jaxrl_sched.device.lanes import EVALUATION, Job
+from jaxrl_sched.device.lanes import EVALUATION, Job, Part
 from jaxrl_sched.device.marking import Marking
 from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.types import Completion, Relief
-
-
-class Done:
-  """A rollout that is over."""
-
-  def __init__(self, completions, cut):
-    self.completions, self.cut = completions, cut
 
 
 @pytest.fixture(scope='module')
@@ -44,18 +37,18 @@ def job(finishes, *, bundle=0, cut=(), relief=None):
     )
     for k, finish in enumerate(finishes)
   }
-  found = Job(bundle, 0, [request], [], lambda *_: None)
-  found.rollouts.append(Done(completions, {(3, 9 + i): n for i, n in enumerate(cut)}))
+  found = Job(bundle, 0, [request], [], 1, lambda *_: None)
+  found.here = Part(completions, {(3, 9 + i): n for i, n in enumerate(cut)})
+  found.mine = frozenset(completions)
   return found
 
 
 def marked(pool, job):
   marking = Marking(pool, lambda completion, stop_ids: 'right')
-  (rollout,) = job.rollouts
-  for completion in rollout.completions.values():
+  for completion in job.here.completions.values():
     if completion.finish != 'paused':
       marking.submit(job.requests[0], completion)
-  marking.begin(job)
+  marking.begin(job, job.here)
   (group,) = marking.groups(job, while_waiting=lambda: None)
   return group
 
