@@ -146,9 +146,15 @@ def free(c: dict[str, Any]) -> tuple[str, ...]:
     c[name] is not None for name in ('prune_prompts', 'prune_answers', 'tiers')
   )
   # Nothing is planned past the end, so that a longer run had other bundles under way.
-  hang |= c['asp']['lag'] > 0 or c['asp']['window'] > 1
+  asp = c['asp']
+  hang |= asp['lag'] > 0 or asp['window'] > 1
   steps = () if hang else ('steps',)
-  return (*steps, 'evaluate', 'checkpoint', 'log', 'grading', 'simulate')
+  # On other chips the same run goes on: where something is done decides nothing.
+  where = ['mesh', 'sampler_mesh', 'learner.rows', 'learner.remat']
+  where += [f'sampler.{name}' for name in ('mesh', 'model', 'chunk', 'prefill_rows')]
+  if asp['window'] == 1 and asp['refill']:  # else orders hang on what runs at once
+    where += ['sampler.slots', 'asp.engines']
+  return (*steps, *where, 'evaluate', 'checkpoint', 'log', 'grading', 'simulate')
 
 
 # --- reading ---------------------------------------------------------------------

@@ -5,6 +5,7 @@ From shapes alone: no weights, no tokenizer, no data, and devices that need not 
 
 from collections.abc import Iterator, Sequence
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -87,8 +88,11 @@ class Footprint:
       apart=c['sampler_mesh'] is not None,
     )
     self._c = c
-    self.parts = [*self._of_learner(), *self._of_sampler()]
     self.held = dict(self._held())
+
+  @functools.cached_property
+  def parts(self) -> list[Part]:
+    return [*self._of_learner(), *self._of_sampler()]
 
   def part(self, name: str) -> Part:
     return next(part for part in self.parts if part.name == name)
@@ -97,7 +101,7 @@ class Footprint:
     kind = SharedBatch if self._c['learner']['share_prompt'] else Batch
     arguments = self._learner.arguments(kind)
     total, *given = arguments['add']
-    own = dict(first=given[-1], add=(total, given[-1]), apply=total)
+    own = dict(add=(total, given[-1]), apply=total)
     for name, mine in own.items():
       yield Part(
         name=name,
@@ -141,7 +145,17 @@ class Footprint:
       yield 'reference', self._learner.weights
     versions = self._c['asp']['lag'] + 1
     yield f'weights of samplers, {versions}', [self._slots.weights] * versions
-    yield f'cache of {self._slots.count} slots', (self._slots.cache, self._slots.state)
+    yield f'cache of {self._slots.count} slots', self.cache
+
+  @property
+  def cache(self) -> Any:
+    """Of all slots, and their state."""
+    return self._slots.cache, self._slots.state
+
+  @property
+  def bytes_of_version(self) -> int:
+    """Of the weights that a hand-over makes, beside those that are held."""
+    return compiled.bytes_of(self._slots.weights)
 
   @property
   def bytes_held(self) -> int:

@@ -4,6 +4,7 @@ python -m jaxrl_sched.preflight --config=configs/qwen25_3b.py --topology=v5e:4x4
 """
 
 import argparse
+from collections.abc import Callable
 import importlib.util
 import itertools
 import math
@@ -84,11 +85,21 @@ def main(argv: list[str] | None = None) -> int:
     room = int(compiled.memory_of(devices[0]) * (1 - arguments.margin))
     print(described(arguments.topology, devices), flush=True)
     if found is None:
-      return fitting.fit(c, devices, room, report)
+      return _fit(c, devices, room)
     return 0 if report(found, room) else 1
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
+
+
+def _fit(c: dict[str, Any], devices: list[jax.Device], room: int) -> int:
+  search = fitting.Search(c, devices, room, say=_say, size=size)
+  chosen = search.fit(lambda found: report(found, room))
+  if chosen is None:
+    print('error: no mesh of these devices fits', file=sys.stderr)
+    return 1
+  print(f'\nWith\n  {" ".join(fitting.overrides(chosen))}')
+  return 0
 
 
 # --- the topology ------------------------------------------------------------------
@@ -170,19 +181,29 @@ def described(name: str, devices: list[jax.Device]) -> str:
 
 def report(found: Footprint, room: int) -> bool:
   """Compiles all programs and prints the tables. Whether they fit into `room` bytes."""
-  mesh, sampler = found.mesh, found.of_sampler
-  print(f'learner: mesh {meshes.product(mesh.shape)}', end='; ')
-  print(f'a sampling engine: {meshes.product(sampler.shape)}\n')
-  columns = '{:10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>10} {:>6}  {}'
+  return verdict(found, *measure(found), room)
+
+
+def _say(line: str) -> None:
+  print(line, flush=True)
+
+
+def measure(
+  found: Footprint, *, say: Callable[[str], None] = _say
+) -> tuple[dict[str, compiled.Program], dict[str, compiled.DoesNotFit]]:
+  """Compiles all programs, a line of the table each. And those that do not fit."""
+  learner, sampler = (meshes.product(m.shape) for m in (found.mesh, found.of_sampler))
+  say(f'learner: mesh {learner}; a sampling engine: {sampler}\n')
+  columns = '{:10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6}  {}'
   heads = ('arguments', 'outputs', 'temporary', 'code', 'peak', 'FLOPs', 's')
-  print(columns.format('program', *heads, 'collectives'))
+  say(columns.format('program', *heads, 'collectives'))
   programs, failed = {}, {}
   for part in found.parts:
     try:
       p = programs[part.name] = part.compile()
     except compiled.DoesNotFit as error:
       failed[part.name] = error
-      print(f'{part.name:10} {error}', flush=True)
+      say(f'{part.name:10} {error}')
       continue
     sizes = map(size, (p.arguments, p.outputs, p.temporaries, p.code, p.peak))
     moved = ', '.join(
@@ -190,17 +211,17 @@ def report(found: Footprint, room: int) -> bool:
       for kind, (number, n) in sorted(p.collectives.items())
     )
     seconds = f'{p.seconds:.0f}'
-    row = columns.format(part.name, *sizes, f'{p.flops:.2e}', seconds, moved or '-')
-    print(row, flush=True)
-  return _verdict(found, programs, failed, room)
+    say(columns.format(part.name, *sizes, f'{p.flops:.2e}', seconds, moved or '-'))
+  return programs, failed
 
 
-def _verdict(
+def verdict(
   found: Footprint,
   programs: dict[str, compiled.Program],
   failed: dict[str, compiled.DoesNotFit],
   room: int,
 ) -> bool:
+  """Prints what is on a device at once. Whether that is at most `room` bytes."""
   needs = {name: found.part(name).needs(p) for name, p in programs.items()}
   print('\nOn a device at once:')
   for name, tree in found.held.items():

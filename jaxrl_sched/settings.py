@@ -176,7 +176,8 @@ def _is_union(kind: Any) -> bool:
 def differences(
   old: dict[str, Any], new: dict[str, Any], free: Sequence[str] = ()
 ) -> list[str]:
-  """Keys whose values differ, as 'a.b: old -> new', but for `free` top-level ones.
+  """Keys whose values differ, as 'a.b: old -> new', but for `free` ones and what they
+  hold.
 
   None and absence are the same: workdirs are older than keys.
   """
@@ -184,8 +185,12 @@ def differences(
   return [
     f'{key}: {old.get(key, "absent")} -> {new.get(key, "absent")}'
     for key in sorted(old.keys() | new.keys())
-    if old.get(key) != new.get(key) and key.split('.')[0] not in free
+    if old.get(key) != new.get(key) and not _is_under(key, free)
   ]
+
+
+def _is_under(key: str, names: Sequence[str]) -> bool:
+  return any(key == name or key.startswith(f'{name}.') for name in names)
 
 
 def _flat(c: Any, prefix: str = '') -> dict[str, Any]:
@@ -236,7 +241,7 @@ def check_workdir(
   """Refuses a workdir that was made with another config.
 
   Args:
-    free: top-level keys that may differ from what made the workdir.
+    free: keys that may differ from what made the workdir.
   """
   old = of_workdir(workdir)
   found = [] if old is None else differences(old, c, free)

@@ -73,7 +73,8 @@ install() {
     fail "$VENV has a Python older than 3.11: remove it, or set JAXRL_VENV"
   say "installing jaxrl_sched$1 and what it needs into $VENV (minutes, this once)"
   "$VENV/bin/python" -m pip install -qq --disable-pip-version-check \
-    ${constraints:+--constraint "$constraints"} --editable ".$1" || fail 'the installation failed: see the lines above'
+    ${constraints:+--constraint "$constraints"} --editable ".$1" ||
+    fail 'the installation failed: see the lines above'
   printf '%s\n' "$wanted" >"$stamp"
 }
 

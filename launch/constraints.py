@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-EXTRAS = 'tpu,gym,math,parquet,wandb'
+EXTRAS = 'tpu,gcs,gym,math,parquet,wandb'
 ROOT = pathlib.Path(__file__).parents[1]
 
 

@@ -105,7 +105,7 @@ workload() {
 }
 
 create() {
-  local words=(bash launch/worker.sh pod "[tpu${extras:+,$extras}]" "$module" "$@")
+  local words=(bash launch/worker.sh pod "[tpu,gcs${extras:+,$extras}]" "$module" "$@")
   local source=(--base-docker-image="${base:-python:3.11}" --script-dir="$PWD")
   if [[ -n $image ]]; then
     words=(env JAXRL_PYTHON=python3 "${words[@]}")

@@ -202,7 +202,7 @@ setup() {
   answer=$(tpus tpu-vm ssh "$name" --worker=all ${internal:+"$internal"} --command="
 rm -rf jaxrl_sched.new && mkdir jaxrl_sched.new &&
 tar -xzf jaxrl_sched.tar.gz -C jaxrl_sched.new && rm jaxrl_sched.tar.gz &&
-bash jaxrl_sched.new/launch/worker.sh setup ${commit:0:12} [tpu${extras:+,$extras}]" |
+bash jaxrl_sched.new/launch/worker.sh setup ${commit:0:12} '[tpu,gcs${extras:+,$extras}]'" |
     tee /dev/stderr) || return
   codes=$(grep -o 'environment [0-9]*' <<<"$answer" | sort -u | wc -l)
   [[ $codes -eq 1 ]] || fail "$name: the workers' environments differ: see above"

@@ -8,6 +8,9 @@ _KEPT = pathlib.Path(__file__).parent.parent / '.pytest_cache' / 'jax'
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['HF_HUB_OFFLINE'] = '1'
 os.environ['TOKENIZERS_PARALLELISM'] = 'false'
+# Threads of torch spin while they wait for one another: where tests share the cores,
+# the same numbers took ten times the CPU time with two threads.
+os.environ['OMP_NUM_THREADS'] = '1'
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_KEPT))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')

@@ -575,7 +575,7 @@ def test_create_asks_for_a_workload(machine):
     *(f'--env-file={machine.folder}/a.env', *GKE_PLACE, '--spot'),
   ]
   assert command.startswith(
-    '--command=exec bash launch/worker.sh pod \\[tpu\\,math\\] '
+    '--command=exec bash launch/worker.sh pod \\[tpu\\,gcs\\,math\\] '
   )
 
 
@@ -662,7 +662,7 @@ def test_the_versions_that_pods_install_are_ones_that_the_package_takes():
   project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
   extras = project['optional-dependencies']
   wanted = list(project['dependencies'])
-  for extra in ('tpu', 'gym', 'math', 'parquet', 'wandb'):
+  for extra in ('tpu', 'gcs', 'gym', 'math', 'parquet', 'wandb'):
     wanted += extras[extra]
   lines = (ROOT / 'launch' / 'constraints.txt').read_text().splitlines()
   pins = dict(line.split('==') for line in lines if not line.startswith('#'))

@@ -236,6 +236,29 @@ def test_a_broken_upload_leaves_what_was_there(store):
     assert store.read('bucket/run/a.jsonl') == b'a\n' * 6_000_000
 
 
+def test_what_cannot_be_read_whole_here_is_not_written_there(store, monkeypatch):
+  """fsspec closes a file that failed half-way, and takes what it got for the whole."""
+  from gcsfs.core import GCSFile
+
+  write, pieces = GCSFile.write, []
+
+  def fail_at_the_third(self, data):
+    pieces.append(data)
+    if len(pieces) == 3:
+      raise OSError('a bad sector')
+    return write(self, data)
+
+  with opened() as home:
+    (home.folder / 'a.jsonl').write_bytes(b'a\n' * 10)
+    home.push()
+    (home.folder / 'a.jsonl').write_bytes(b'a\n' * 2_000_000)
+    monkeypatch.setattr(GCSFile, 'write', fail_at_the_third)
+    with pytest.raises(storage.StorageError, match='a bad sector'):
+      home.push()
+    assert store.read('bucket/run/a.jsonl') == b'a\n' * 10
+    monkeypatch.setattr(GCSFile, 'write', write)
+
+
 def test_the_run_that_comes_last_has_the_workdir(store, monkeypatch, tmp_path):
   """No lock there: the earlier one, on another host, finds out before it writes."""
   with pytest.raises(ValueError, match='^gs://bucket/run: taken over by a run'):

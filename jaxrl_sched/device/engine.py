@@ -140,6 +140,7 @@ class DeviceEngine:
     self._publish()
 
   def agree(self, make: Callable[[], Any]) -> Any:
+    self._stopping()  # whoever is asked to stop tells process 0
     stops, made = multihost.agree(
       lambda: (self._stopping(), make()), name=f'plan {self.step}'
     )
@@ -344,6 +345,7 @@ class DeviceEngine:
     if self._samples_between:
       return self._stopping()
     self._looks += 1
+    self._stopping()
     return self._looks % LOOK_EVERY == 0 and multihost.agree(
       self._stopping, name=f'stop {self._looks}'
     )

@@ -156,10 +156,11 @@ def _shape(line: _Line) -> list[int]:
 
 def _moved(line: _Line, lines: dict[str, _Line]) -> int:
   taken = sum(sum(_sizes(lines[name].shape)) for name in line.operands)
-  given = sum(_sizes(line.shape))
-  if line.kind.endswith('-start'):  # gives what it takes, too
-    given -= taken
-  return max(taken, given)
+  if not line.kind.endswith('-start'):
+    return max(taken, sum(_sizes(line.shape)))
+  # It gives what it takes, too, and scalars to keep track.
+  arrays = re.sub(r'\w+\[\]', '', line.shape)
+  return max(taken, sum(_sizes(arrays)) - taken)
 
 
 def _flops(line: _Line, lines: dict[str, _Line]) -> float:

@@ -143,26 +143,6 @@ def microbatch_loss(
   return total, jax.tree.map(lambda x: jax.lax.stop_gradient(x).astype('float32'), sums)
 
 
-def _gradients(loss_of):
-  """Two functions: gradient and sums of a microbatch, and those added to a total."""
-
-  def of_trained(trained, rest, reference, batch):
-    return loss_of(lora.join(rest, trained), reference, batch)
-
-  first = jax.grad(of_trained, has_aux=True)
-
-  def add(total, *arguments):
-    new, sums = first(*arguments)
-    old, old_sums = total
-    sums = {
-      k: (jnp.maximum if k == 'gap_max' else jnp.add)(old_sums[k], v)
-      for k, v in sums.items()
-    }
-    return jax.tree.map(jnp.add, old, new), sums
-
-  return first, add
-
-
 _DTYPES = dict.fromkeys(('tokens', 'segments', 'positions', 'answers'), 'i4')
 _DTYPES['fresh'] = '?'  # the rest is float32
 
@@ -202,8 +182,11 @@ class Programs:
 
   Attributes:
     start: weights -> state, on whose arrays `apply` may write.
-    first: trained weights, the rest, reference, microbatch -> gradient and sums.
-    add: gradient and sums so far, then as `first`; writes on those so far.
+    gradient: trained weights, the rest, reference, microbatch -> gradient and sums.
+    zero: () -> gradient and sums of no microbatch.
+    add: gradient and sums so far, then as `gradient`; writes on those so far. What
+      training compiles: a first microbatch is added to nothing, since a program of its
+      own would make compilation twice as long.
     apply: state, gradient, sums -> state and metrics; writes on the state.
     weights: of the model without adapters; a tree of shapes with shardings, as are
     state: which has what is trained, and its optimizer's,
@@ -256,11 +239,26 @@ class Programs:
       remat=remat,
       mesh=mesh,
     )
-    first, add = _gradients(loss_of)
-    state_at, summed = shardings(self.state), (shardings(trained), self._whole)
+
+    def of_trained(trained, rest, reference, batch):
+      return loss_of(lora.join(rest, trained), reference, batch)
+
+    def zero():
+      return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._summed())
+
+    def add(total, *arguments):
+      (old, old_sums), (new, sums) = total, self.gradient(*arguments)
+      sums = {
+        k: (jnp.maximum if k == 'gap_max' else jnp.add)(old_sums[k], v)
+        for k, v in sums.items()
+      }
+      return jax.tree.map(jnp.add, old, new), sums
+
+    state_at, summed_at = shardings(self.state), (shardings(trained), self._whole)
     self.start = jax.jit(start, out_shardings=state_at)
-    self.first = jax.jit(first, out_shardings=summed)
-    self.add = jax.jit(add, donate_argnums=0, out_shardings=summed)
+    self.gradient = jax.jit(jax.grad(of_trained, has_aux=True), out_shardings=summed_at)
+    self.zero = jax.jit(zero, out_shardings=summed_at)
+    self.add = jax.jit(add, donate_argnums=0, out_shardings=summed_at)
     self.apply = jax.jit(
       self._apply_gradient, donate_argnums=0, out_shardings=(state_at, self._whole)
     )
@@ -286,18 +284,26 @@ class Programs:
 
   def arguments(self, kind: type[Batch] = Batch) -> dict[str, tuple]:
     """What each program is called with in training, as shapes, by its name."""
-    rest = {} if self.adapters is None else self.weights
-    reference = self.weights if self._loss.kl_coef > 0 else None
-    of_first = self.state['parameters'], rest, reference, self.batch(kind)
-    gradient, sums = jax.eval_shape(self.first, *of_first)
-    gradient = _placed(gradient, shardings(self.state['parameters']))
-    sums = jax.tree.map(lambda x: _struct(x, self._whole), sums)
+    given = self._given(kind)
+    gradient, sums = self._summed()
     return dict(
       start=(self.weights,),
-      first=of_first,
-      add=((gradient, sums), *of_first),
+      gradient=given,
+      zero=(),
+      add=((gradient, sums), *given),
       apply=(self.state, gradient, sums),
     )
+
+  def _given(self, kind: type[Batch]):
+    rest = {} if self.adapters is None else self.weights
+    reference = self.weights if self._loss.kl_coef > 0 else None
+    return self.state['parameters'], rest, reference, self.batch(kind)
+
+  def _summed(self):
+    """Gradient and sums as shapes: they are the same of every kind of batch."""
+    gradient, sums = jax.eval_shape(self.gradient, *self._given(Batch))
+    gradient = _placed(gradient, shardings(self.state['parameters']))
+    return gradient, jax.tree.map(lambda x: _struct(x, self._whole), sums)
 
   def _apply_gradient(self, state, gradient, sums):
     """One AdamW step, refused as a whole if the gradient is not finite."""
@@ -400,14 +406,13 @@ class Learner:
 
   def gradient(self, batches: Sequence[Batch]):
     """The gradient of what is trained, over all microbatches, and sums for the log."""
-    total, rest = None, {} if self._merged is None else self.parameters
+    rest = {} if self._merged is None else self.parameters
+    total = self.programs.zero()
     for batch in batches:
       arrays = meshes.put(dict(vars(batch)), self.programs.rows_at)
-      arguments = self.state['parameters'], rest, self._reference, arrays
-      if total is None:
-        total = self.programs.first(*arguments)
-      else:
-        total = self.programs.add(total, *arguments)
+      total = self.programs.add(
+        total, self.state['parameters'], rest, self._reference, arrays
+      )
     return total
 
   def update(self, batches: Sequence[Batch]) -> dict[str, jax.Array]:
@@ -425,6 +430,6 @@ class Learner:
     kind = SharedBatch if share_prompt else Batch
     shapes = self.programs.batch(kind)
     nothing = kind(**{k: np.zeros(x.shape, x.dtype) for k, x in shapes.items()})
-    gradient, sums = self.gradient([nothing, nothing])
+    gradient, sums = self.gradient([nothing])
     spoilt = jax.tree.map(lambda g: g + jnp.nan, gradient)
     self.state, _ = self.programs.apply(self.state, spoilt, sums)

@@ -230,7 +230,7 @@ def test_neither_weights_nor_optimizer_are_ever_replicated(programs):
   assert parts(state, of_state) == expected(state)
   assert parts(gradient, of_gradient) == expected(gradient)
   assert parts(state, apply.output_shardings[0]) == expected(state)
-  first = programs.first.lower(*arguments['first']).compile()
+  first = programs.gradient.lower(*arguments['gradient']).compile()
   weights, _, _, batch = first.input_shardings[0]
   assert parts(gradient, weights) == expected(gradient)
   assert parts(gradient, first.output_shardings[0]) == expected(gradient)

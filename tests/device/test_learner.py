@@ -203,11 +203,15 @@ def test_the_number_of_rows_has_no_say(learner, data, whole, count):
 
 
 @pytest.mark.parametrize(
-  'shape', [(8, 1, 1), (2, 2, 2)], ids=lambda s: 'x'.join(map(str, s))
+  'shape',
+  [dict(data=8), dict(data=2, fsdp=2, model=2), dict(fsdp=2, sequence=2, model=2)],
 )
 def test_eight_devices_find_the_gradient_of_one(parameters, full, data, whole, shape):
-  """J3: packed into few rows, so that some devices have empty rows only."""
-  mesh = meshes.make_mesh(**dict(zip(('data', 'fsdp', 'model'), shape, strict=True)))
+  """J3: packed into few rows, so that some devices have empty rows only.
+
+  With a sequence axis answers lie across two devices' halves of a row.
+  """
+  mesh = meshes.make_mesh(**shape)
   spread = build(parameters, loss=full, mesh=mesh)
   (packed,) = filled(*data)
   assert not packed.segments[4:].any()

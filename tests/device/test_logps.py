@@ -98,7 +98,7 @@ def test_the_head_needs_an_eighth_of_the_logits_at_most(backward):
   assert taken < 4 * 4096 * 151_936 / 8
 
 
-@pytest.mark.parametrize('shape', [dict(fsdp=8), dict(data=2, fsdp=2, model=2)])
+@pytest.mark.parametrize('shape', [dict(fsdp=8), dict(fsdp=2, sequence=2, model=2)])
 def test_no_device_has_more_than_its_rows(shape):
   """Eight devices need about an eighth of the memory of one for activations.
 
@@ -113,7 +113,8 @@ def test_no_device_has_more_than_its_rows(shape):
     parameters = jax.tree.map(
       lambda s, to: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=to), shapes, at
     )
-    rows = jax.ShapeDtypeStruct(*row, sharding=meshes.sharding(mesh, 'rows', None))
+    at_rows = meshes.sharding(mesh, 'rows', 'tokens')
+    rows = jax.ShapeDtypeStruct(*row, sharding=at_rows)
     batch = dict(tokens=rows, segments=rows, positions=rows)
 
     def f(parameters, batch):

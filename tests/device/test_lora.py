@@ -280,7 +280,7 @@ def test_no_gradient_of_the_base_is_ever_made(tuned):
 
   def made(learner, rest):
     arguments = learner.state['parameters'], rest, base, batch
-    return products(learner.programs.first.lower(*arguments).compile().as_text())
+    return products(learner.programs.gradient.lower(*arguments).compile().as_text())
 
   with_all, with_adapters = made(build(base, ODD), {}), made(build(base, config), base)
   assert of_base <= with_all and not of_base & with_adapters

@@ -82,7 +82,7 @@ seen['no such step'] = failing(checkpoints.restore, like, step=9)
 checkpoints.close()
 
 # All controllers, decided on process 0 and applied on both; then one hears otherwise.
-sys.path[:0] = [f'{sys.argv[4]}/tests', f'{sys.argv[4]}/tests/control']
+sys.path[:0] = [f'{sys.argv[3]}/tests', f'{sys.argv[3]}/tests/control']
 import test_together
 from jaxrl_sched.control.base import digest
 

@@ -68,18 +68,22 @@ def greedy(prompts):
     ids[row, width - len(prompt) :] = prompt
     mask[row, width - len(prompt) :] = 1
   ids, mask = torch.tensor(ids), torch.tensor(mask)
-  out = theirs.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW)
+  out = theirs.generate(
+    ids,
+    attention_mask=mask,
+    do_sample=False,
+    max_new_tokens=NEW,
+    output_logits=True,
+    return_dict_in_generate=True,
+  )
   stop = theirs.generation_config.eos_token_id
+  logits = torch.stack(out.logits, 1)  # [prompts, NEW, V]
   answers, logps = [], []
-  for row, prompt in enumerate(prompts):
-    answer = out[row, width:].numpy()
-    ends = np.flatnonzero(answer == stop)
+  for answer, of_answer in zip(out.sequences[:, width:], logits, strict=True):
+    ends = np.flatnonzero(answer.numpy() == stop)
     answer = answer[: ends[0] + 1] if len(ends) else answer
-    whole = torch.tensor(np.concatenate([prompt, answer]))[None].long()
-    with torch.no_grad():
-      logits = theirs(whole).logits[0, len(prompt) - 1 : -1]
-    found = torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])
-    answers.append(answer)
+    found = torch.log_softmax(of_answer[: len(answer)], -1).gather(1, answer[:, None])
+    answers.append(answer.numpy())
     logps.append(found[:, 0].numpy())
   return answers, logps
 

@@ -1,0 +1,185 @@
+"""Programs compiled for TPUs that are not there: what they need, and what is said of it.
+
+The compiler is the TPU's own (libtpu); it runs on a CPU. What it says is held against
+paper: bytes of arguments, what is written in place, what may never be in memory at all.
+"""
+
+import dataclasses
+import math
+import re
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import pytest
+
+from jaxrl_sched import config, fitting, preflight
+from jaxrl_sched.device import compiled, slots
+from jaxrl_sched.device import learner as learning
+from jaxrl_sched.device import mesh as meshes
+from jaxrl_sched.footprint import Footprint, model_of
+
+pytestmark = pytest.mark.slow
+D, F, L, N, K, H, V = 256, 512, 2, 4, 2, 128, 2048
+ROWS, T, SLOTS, S = 4, 256, 16, 256  # S: 128 prompt tokens and as many of an answer
+TINY = f"""
+from ml_collections import ConfigDict
+
+
+def get_config():
+  c = ConfigDict()
+  c.seed, c.steps = 0, 9
+  c.model = dict(path='there/is/none', dtype='bfloat16')
+  c.model.hf_config = dict(
+    architectures=['LlamaForCausalLM'], vocab_size={V}, hidden_size={D},
+    intermediate_size={F}, num_hidden_layers={L}, num_attention_heads={N},
+    num_key_value_heads={K}, head_dim={H}, max_position_embeddings=1024,
+    tie_word_embeddings=True,
+  )
+  c.prompts = dict(
+    datasets=dict(none=dict(source='none.jsonl', reward='exact')), max_tokens=128
+  )
+  c.sampling = dict(max_new_tokens={S - 128})
+  c.mesh = dict(fsdp=4, model=2)
+  c.sampler = dict(slots={SLOTS}, chunk=4, prefill_rows=4)
+  c.scheduler = dict(groups_per_step=4, group_size=4)
+  c.loss = dict(kind='dapo')
+  c.optimizer = dict(learning_rate=1e-3)
+  c.learner = dict(rows={ROWS}, row_tokens={T}, remat=True)
+  c.advantage = dict(divide_by_std=True)
+  return c
+"""
+
+
+@pytest.fixture(scope='module', autouse=True)
+def no_cache_on_disk():
+  """Programs for devices that are not there can be written to it, but not read."""
+  jax.config.update('jax_enable_compilation_cache', False)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update('jax_enable_compilation_cache', True)
+  compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope='module')
+def tiny(tmp_path_factory):
+  path = tmp_path_factory.mktemp('config') / 'tiny.py'
+  path.write_text(TINY)
+  return str(path)
+
+
+@pytest.fixture(scope='module')
+def eight():
+  return preflight.topology('v5e:2x4', None)
+
+
+@pytest.fixture(scope='module')
+def footprint(tiny, eight):
+  return Footprint(config.read(tiny), eight)
+
+
+@pytest.fixture(scope='module')
+def told(footprint):
+  """The programs of the tiny config for v5e:2x4, and the table's lines."""
+  lines = []
+  programs, failed = preflight.measure(footprint, say=lines.append)
+  assert not failed
+  return programs, lines
+
+
+# --- a small config for v5e:2x4 ----------------------------------------------------
+
+
+def weights_on_a_device(parts_of_matrices, parts_of_norms):
+  """Their number: V D + L (2 D N H + 2 D K H + 3 D F), and (2 L + 1) D."""
+  matrices = V * D + L * (2 * D * N * H + 2 * D * K * H + 3 * D * F)
+  return matrices // parts_of_matrices + (2 * L + 1) * D // parts_of_norms
+
+
+def test_arguments_are_those_on_paper(told):
+  """Float32 weights and gradient, and two moments: 8 parts of matrices, 4 of norms."""
+  programs, _ = told
+  one = 4 * weights_on_a_device(8, 4)
+  batch = 6 * 4 * (ROWS // 4) * T + (ROWS // 4) * T  # `fresh` is a byte a token
+  # What is small takes a tile, of 512 bytes and more.
+  assert programs['add'].arguments == pytest.approx(2 * one + batch, rel=0.03)
+  assert programs['apply'].arguments == pytest.approx(4 * one, rel=0.03)
+  assert programs['apply'].aliased == pytest.approx(3 * one, rel=0.03)
+  assert programs['hand-over'].arguments == pytest.approx(one, rel=0.03)
+  # A host has 4 devices: matrices in 2 parts, norms whole, in bfloat16.
+  ready = 2 * weights_on_a_device(2, 1)
+  assert programs['hand-over'].outputs == pytest.approx(ready, rel=0.03)
+  cache = 2 * L * (SLOTS // 2) * S * K * H * 2 // 2
+  assert programs['decode'].arguments == pytest.approx(ready + cache, rel=0.03)
+
+
+def test_the_decode_chunk_writes_on_its_cache_and_copies_nothing_like_it(
+  footprint, told
+):
+  programs, _ = told
+  cache = compiled.bytes_of(footprint.cache)
+  assert programs['decode'].aliased >= cache
+  assert programs['insert'].aliased >= cache
+
+
+def test_flops_are_those_on_paper(told):
+  """A forward, a second one for the backward, and the backward, which is two: of each
+  device's half of a row's products. The head has no forward of its own in between."""
+  programs, _ = told
+  layer = 2 * D * N * H + 2 * D * K * H + 3 * D * F
+  paper = 2 * T * 4 * (L * layer + V * D) / 2
+  # The last product of a layer is not needed twice; attention's kernel is not counted.
+  assert 0.85 * paper < programs['add'].flops < 1.1 * paper
+
+
+def test_weights_are_gathered_and_gradients_reduced(told):
+  """Over fsdp=4, in bfloat16, whether at once or piece by piece on a ring: a layer's
+  twice and its gradient once, each 3/4 of it or more; all is not much more."""
+  programs, _ = told
+  moved = sum(size for _, size in programs['add'].collectives.values())
+  layers = 2 * L * (2 * D * N * H + 2 * D * K * H + 3 * D * F) // 2
+  assert moved > 3 * 0.75 * layers
+  assert not programs['apply'].collectives.keys() & {'all-gather', 'all-to-all'}
+
+
+def test_the_table_has_a_line_for_each_program(told):
+  programs, lines = told
+  first = [line.split()[0] for line in lines[-len(programs) :]]
+  assert first == ['add', 'apply', 'hand-over', 'prefill', 'insert', 'decode']
+  row = lines[-6].split()
+  assert row[1] == preflight.size(programs['add'].arguments)
+  assert row[6] == f'{programs["add"].flops:.2e}'
+
+
+def test_what_fits_is_said_to_fit(footprint, told, capsys):
+  """All that is held, all code, and the most that a program needs beside."""
+  programs, _ = told
+  needs = [footprint.part(name).needs(p) for name, p in programs.items()]
+  code = sum(p.code for p in programs.values())
+  total = compiled.bytes_of(footprint.held) + code + max(needs)
+  assert preflight.verdict(footprint, programs, {}, total)
+  assert 'It fits' in capsys.readouterr().out
+  assert not preflight.verdict(footprint, programs, {}, total - 1)
+  told = capsys.readouterr().err
+  assert 'does not fit' in told and re.search(r"weights trained: \['embed'\]", told)
+
+
+def test_what_is_held_is_what_is_on_paper(footprint):
+  held = {name: compiled.bytes_of(tree) for name, tree in footprint.held.items()}
+  one = 4 * weights_on_a_device(8, 4)
+  of_slot = 1 + 6 * 4 + 2 * 4 + 4 + 8 * 4  # state: see slots.fresh_state
+  assert held == {
+    'weights trained': one,
+    'optimizer': 2 * one + 2 * 4,
+    'weights of samplers, 1': 2 * weights_on_a_device(2, 1),
+    f'cache of {SLOTS} slots': SLOTS // 2 * (2 * L * S * K * H * 2 // 2 + of_slot),
+  }
+
+
+# --- Qwen2.5-3B for v5e:4x4 ----------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def qwen():
+  path = 'configs/qwen25_3b.py'
+  c = config.read(str(preflight_root() / path))
+  return c, Footprint(c, preflight.topology('v5e:4x4', None))
