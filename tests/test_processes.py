@@ -146,7 +146,7 @@ def test_what_goes_wrong_in_one_ends_all_with_its_reason(
   assert time.monotonic() - began < 60
   kind, said = error.rstrip("')").split("('")
   assert f'error: process 1 failed: {kind}: ' in first and said in first
-  assert said in second and 'process 1 of 2' in second
+  assert said in second
 
 
 def test_a_file_that_only_one_can_read_ends_both_before_a_model_is_built(tmp_path):

@@ -11,7 +11,9 @@ import toys
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model
 from jaxrl_sched.device.learner import answer_logps
-from jaxrl_sched.device.logps import token_logps
+from jaxrl_sched.device.logps import LOGITS_AT_ONCE, token_logps
+
+SPREAD = dict(fsdp=2, sequence=2, model=2)
 
 
 def plain(hidden, head, targets, weight, temperature):
@@ -68,37 +70,46 @@ def test_slices_give_the_values_entropies_and_gradients_of_log_softmax(parts, sl
 
 
 def test_a_head_cut_over_devices_gives_the_same():
-  """Rows on data x fsdp, the vocabulary on model, the width on fsdp."""
+  """Rows on fsdp, their tokens on sequence, the vocabulary on model, D on the others."""
   data = draw(rows=4)
-  mesh = meshes.make_mesh(data=2, fsdp=2, model=2)
-  at = [('rows', None, None), ('vocab', 'embed'), ('rows', None), ('rows', None)]
-  at = [meshes.sharding(mesh, *axes) for axes in at]
+  mesh = meshes.make_mesh(**SPREAD)
+  axes = ('rows', 'tokens', None), ('vocab', 'embed'), *[('rows', 'tokens')] * 2
+  at = [meshes.sharding(mesh, *names) for names in axes]
   f = jax.jit(both(sliced), static_argnums=(4, 5, 6))
   placed = [jax.device_put(x, to) for x, to in zip(data, at, strict=True)]
   found = f(*placed, 0.7, 2, data[2].size * 2 * 128)
   assert_same(found, both(plain)(*data, 0.7))
 
 
-def temporary(*, v, rows, places, d, backward):
+@pytest.mark.parametrize('shape, backward', [({}, False), ({}, True), (SPREAD, True)])
+def test_the_head_needs_an_eighth_of_the_logits_at_most(shape, backward):
+  """Qwen2.5-0.5B's head: fp32 logits of 4,096 tokens would take 2.5 GB.
+
+  Where rows, their tokens and the vocabulary are cut, a device has as many.
+  """
+  mesh = meshes.make_mesh(**shape)
+  v, rows, places, d = 151_936, 4 * mesh.size, 1024, 896
   config = dataclasses.replace(toys.CONFIG, vocab_size=v, known_tokens=v - 271)
+  how = dict(parts=meshes.size(mesh, 'vocab'), at_once=LOGITS_AT_ONCE * mesh.size)
 
   def f(hidden, head, targets):
-    return jnp.sum(token_logps(hidden, head, config, targets)[0])
+    return jnp.sum(token_logps(hidden, head, config, targets, **how)[0])
 
-  shapes = [((rows, places, d), 'float32'), ((v, d), 'float32')]
-  shapes = [jax.ShapeDtypeStruct(*s) for s in (*shapes, ((rows, places), 'int32'))]
+  axes = ('rows', 'tokens', None), ('vocab', 'embed'), ('rows', 'tokens')
+  hidden, head, targets = (meshes.sharding(mesh, *names) for names in axes)
+  shapes = (
+    jax.ShapeDtypeStruct((rows, places, d), 'float32', sharding=hidden),
+    jax.ShapeDtypeStruct((v, d), 'float32', sharding=head),
+    jax.ShapeDtypeStruct((rows, places), 'int32', sharding=targets),
+  )
   f = jax.grad(f, (0, 1)) if backward else f
-  return jax.jit(f).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+  out = (hidden, head) if backward else meshes.sharding(mesh)
+  compiled = jax.jit(f, out_shardings=out).lower(*shapes).compile()
+  taken = compiled.memory_analysis().temp_size_in_bytes
+  assert taken < 4 * rows * places * v / mesh.size / 8
 
 
-@pytest.mark.parametrize('backward', [False, True])
-def test_the_head_needs_an_eighth_of_the_logits_at_most(backward):
-  """Qwen2.5-0.5B's head and 4,096 tokens: fp32 logits would take 2.5 GB."""
-  taken = temporary(v=151_936, rows=4, places=1024, d=896, backward=backward)
-  assert taken < 4 * 4096 * 151_936 / 8
-
-
-@pytest.mark.parametrize('shape', [dict(fsdp=8), dict(fsdp=2, sequence=2, model=2)])
+@pytest.mark.parametrize('shape', [dict(fsdp=8), SPREAD])
 def test_no_device_has_more_than_its_rows(shape):
   """Eight devices need about an eighth of the memory of one for activations.
 

@@ -105,6 +105,26 @@ for step in range(6):
   seen['states'].append(failing(alike))
 seen['steps drawn'] = scheduler.state_dict()['draw']
 
+# K2: five prompts, two a batch; what process 0 answers teaches, what process 1 does not.
+from toys import graded
+
+few = test_together.plain(
+  {'a': 5}, groups_per_step=2, group_size=2, dynamic_sampling=True, max_rounds=3
+)
+seen['uneven'] = dict(rounds=0, answered=0, trained=[], fates=[])
+for step in range(4):
+  while plan := multihost.agree(lambda: few.plan(step)):
+    few.sent(plan)
+    mine = plan.requests[me::2]
+    parts = multihost.gather(lambda: [graded(r, [1, me], version=step) for r in mine])
+    few.observe(sorted(sum(parts, []), key=lambda group: group.request.draw))
+    seen['uneven']['rounds'] += 1
+    seen['uneven']['answered'] += len(mine)
+  seen['uneven']['trained'].append(len(few.take_batch(step).groups))
+  _, lines = few.close(step)
+  seen['uneven']['fates'] += [[line['prompt_id'], line['fate']] for line in lines]
+seen['uneven']['pending'] = len(few.pending())
+
 # K1: a late process is waited for; one that is somewhere else is named.
 if me:
   time.sleep(2)
@@ -176,6 +196,18 @@ def test_controllers_are_compared_and_a_difference_stops_both(seen):
     assert message.startswith(
       "the controllers' state differs on process 1 from that on process 0 (6): "
     )
+
+
+def test_hosts_with_different_numbers_of_useful_groups_stay_together(seen):
+  """K2: as many collective steps on both, one filter for all, no prompt lost."""
+  first, second = (dict(s['uneven']) for s in seen)
+  answered = first.pop('answered') + second.pop('answered')
+  assert first == second
+  fates = [fate for _, fate in first['fates']]
+  assert answered == len(fates) + first['pending']
+  assert {name for name, _ in first['fates']} == {f'a/{i}' for i in range(5)}
+  assert fates.count('trained') == sum(first['trained']) > 0
+  assert fates.count('filtered') > 0
 
 
 def test_who_is_late_is_waited_for_and_who_is_absent_is_named(seen):
