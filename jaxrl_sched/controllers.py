@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_sched import storage
 from jaxrl_sched.checks import named
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.difficulty import open_tiers
@@ -69,9 +70,8 @@ def make_scheduler(
     _check_quotas(prompts, least, most)
   tiers, sizes, weights = None, prompts.sizes, prompts.weights
   if c['tiers'] is not None:
-    tiers = open_tiers(
-      ids=prompts.ids(), weights=weights, steps=c['steps'], **c['tiers']
-    )
+    block = c['tiers'] | {'table': _on_this_host(c['tiers']['table'])}
+    tiers = open_tiers(ids=prompts.ids(), weights=weights, steps=c['steps'], **block)
     sizes = {stream: len(indices) for stream, (_, indices) in tiers.streams().items()}
     weights = tiers.weights(0)
     _say_unknown(tiers.unknown, sum(prompts.sizes.values()))
@@ -160,6 +160,14 @@ def _advantages(c: dict[str, Any]) -> Callable[[np.ndarray], np.ndarray]:
   if c['teacher'] is not None:
     return np.ones_like  # the policy gradient is then that of supervised learning
   return functools.partial(group_advantages, **c['advantage'])
+
+
+def _on_this_host(tables: Any) -> Any:
+  """Tables with those at gs:// copied; what is no path is for others to refuse."""
+  if isinstance(tables, list | tuple):
+    return type(tables)(_on_this_host(table) for table in tables)
+  is_remote = isinstance(tables, str) and storage.is_remote(tables)
+  return storage.fetched(tables) if is_remote else tables
 
 
 def _check_quotas(prompts: PromptSet, least: int, most: int) -> None:

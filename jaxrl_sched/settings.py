@@ -215,12 +215,6 @@ def _spelled(value: Any) -> Any:
   return 'inf' if value == math.inf else value
 
 
-def local_workdir(name: str) -> pathlib.Path:
-  if '://' in name:
-    raise ValueError(f'--workdir={name}: expected a local folder')
-  return pathlib.Path(name)
-
-
 def of_workdir(workdir: pathlib.Path) -> dict[str, Any] | None:
   """The config that made a workdir, which may be remote; None: it is new."""
   file = workdir / 'config.json'

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched import comparison, loop, settings
+from jaxrl_sched import comparison, loop, settings, storage
 from jaxrl_sched.comparison import Run
 from jaxrl_sched.sim import costs as costs_lib
 from jaxrl_sched.sim import summary
@@ -47,6 +47,7 @@ the others are 0. Such costs speak of settings near those of that run.
 --out, a new folder, receives table.md, simulate.html and metrics.jsonl of every run. Bad
 input ends with 2 and one line.
 """
+_RECORDS = ('config.json', 'metrics.jsonl', 'rollouts.jsonl')
 LEAST = 3  # steps to fit costs to
 MOST = 100_000  # steps, of all settings and seeds: they are kept in memory
 
@@ -279,13 +280,10 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument('--config', required=True, metavar='FILE.py[:ARG]')
   parser.add_argument(
     '--trace',
-    type=pathlib.Path,
     metavar='WORKDIR',
     help='answers of a recorded run: its folder, or its rollouts.jsonl',
   )
-  parser.add_argument(
-    '--costs', type=pathlib.Path, metavar='WORKDIR', help='a run to fit costs to'
-  )
+  parser.add_argument('--costs', metavar='WORKDIR', help='a run to fit costs to')
   parser.add_argument(
     '--costs-steps',
     metavar='A:B',
@@ -340,6 +338,18 @@ def _common(arguments: argparse.Namespace, rest: list[str]) -> list[tuple[str, s
   return found
 
 
+def _recorded(name: str | None) -> pathlib.Path | None:
+  """A run's folder, or its rollouts.jsonl; of one at gs:// a copy on this host."""
+  if name is None:
+    return None
+  folder, _, file = name.rstrip('/').rpartition('/')
+  if not storage.is_remote(name):
+    return storage.path(name)
+  if not file.endswith('.jsonl'):
+    return storage.fetched(name, lambda file: file in _RECORDS)
+  return storage.fetched(folder, lambda other: other in (file, 'config.json')) / file
+
+
 def _of_trace(found: dict[str, list[Run]]) -> list[str]:
   """Of each setting for which the trace could not answer all."""
   notes = []
@@ -363,7 +373,7 @@ def _run(
 
   if arguments.seeds < 1:
     raise ValueError(f'--seeds={arguments.seeds}: expected at least 1')
-  common, trace = _common(arguments, rest), arguments.trace
+  common, trace = _common(arguments, rest), _recorded(arguments.trace)
   if trace is not None and trace.is_dir():
     trace = trace / 'rollouts.jsonl'
   chosen = {}
@@ -383,7 +393,8 @@ def _run(
   if part is not None and arguments.costs is None:
     raise ValueError(f'--costs-steps={part}: expected with --costs=WORKDIR only')
   if arguments.costs is not None:
-    fitted = fit(arguments.costs, None if part is None else steps_between(part))
+    of_run = _recorded(arguments.costs)
+    fitted = fit(of_run, None if part is None else steps_between(part))
   every = {name: costs_of(c, fitted) for name, c in chosen.items()}
   found = {}
   for name, c in chosen.items():

@@ -19,7 +19,7 @@ import pathlib
 import sys
 from typing import Any
 
-from jaxrl_sched import config, models, settings
+from jaxrl_sched import config, models, settings, storage
 from jaxrl_sched.control.difficulty import TIERS, tier
 from jaxrl_sched.device.together import Stop
 from jaxrl_sched.engine import Stopped
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
   which.add_argument('--hf', metavar='FOLDER', help='a Hugging Face folder')
   arguments, rest = arguments.parse_known_args(argv)
   try:
-    workdir = settings.local_workdir(arguments.workdir)
+    workdir = storage.path(arguments.workdir, '--workdir=')
     c = config.of_workdir(arguments.config, workdir, overrides(rest))
     c['evaluate'] = None  # held-out prompts are none of its business
     c['tiers'] = None  # its table may be what is to be made
@@ -58,10 +58,12 @@ def main(argv: list[str] | None = None) -> int:
       label = str(step)
     run = config.prepare(c)
     _check_samples(arguments.samples, run.sampling.temperature)
-    with settings.only_one(workdir / 'stratify'):
-      table = workdir / 'stratify' / f'{label}.jsonl'
+    with settings.only_one(workdir / 'stratify') as home:
+      table = home.folder / f'{label}.jsonl'
       _same_settings(table, _described(run, arguments.samples, step))
-      return _stratify(run, workdir, table, arguments.samples, step)
+      code = _stratify(run, workdir, home, table, arguments.samples, step)
+      home.push()
+    return code
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
@@ -115,6 +117,7 @@ def _same_settings(table: pathlib.Path, now: dict[str, Any]) -> None:
 def _stratify(
   run: config.Run,
   workdir: pathlib.Path,
+  home: storage.Home,
   table: pathlib.Path,
   samples: int,
   step: int | None,
@@ -143,8 +146,10 @@ def _stratify(
           line = dict(id=key, pass_rate=rate, samples=group.size, model=model)
           file.write(json.dumps(line, ensure_ascii=False) + '\n')
         file.flush()
+        home.push_if_due()
         print(f'{len(rates):>8} of {total} prompts', flush=True)
-  _print_summary(run, rates, table)
+  _print_summary(run, rates)
+  print(f'Written to {workdir / "stratify" / table.name}', flush=True)
   return 0
 
 
@@ -177,9 +182,7 @@ def _written(table: pathlib.Path) -> dict[str, float]:
   return rates
 
 
-def _print_summary(
-  run: config.Run, rates: dict[str, float], table: pathlib.Path
-) -> None:
+def _print_summary(run: config.Run, rates: dict[str, float]) -> None:
   print(
     f'{"dataset":20}{"prompts":>10}{"mean":>8}' + ''.join(f'{t:>10}' for t in TIERS)
   )
@@ -189,7 +192,6 @@ def _print_summary(
     mean = sum(mine) / max(1, len(mine))
     numbers = ''.join(f'{counts[t]:>10}' for t in TIERS)
     print(f'{name:20}{len(mine):>10}{mean:>8.3f}{numbers}')
-  print(f'Written to {table}', flush=True)
 
 
 if __name__ == '__main__':

@@ -3,9 +3,11 @@
 import os
 import pathlib
 
-# Through the environment, so that the commands that tests start have them too.
+# Through the environment, so that the commands that tests start have them too: a
+# program that is kept is found again only where there are as many devices.
 _KEPT = pathlib.Path(__file__).parent.parent / '.pytest_cache' / 'jax'
 os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['JAX_NUM_CPU_DEVICES'] = '8'
 os.environ['HF_HUB_OFFLINE'] = '1'
 os.environ['TOKENIZERS_PARALLELISM'] = 'false'
 # Threads of torch spin while they wait for one another: where tests share the cores,
@@ -15,8 +17,20 @@ os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_KEPT))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
-jax.config.update('jax_num_cpu_devices', 8)
+# Where several share the cores, how long an example takes says nothing.
+hypothesis.settings.register_profile('patient', deadline=None)
+hypothesis.settings.load_profile('patient')
 # An axis that numpy would have added in silence is an error.
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+@pytest.fixture(scope='session', autouse=True)
+def commands_have_no_torch():
+  """Not set above, where the processes that run the tests would have none either."""
+  path = [str(pathlib.Path(__file__).parent / 'without_torch')]
+  path += [os.environ['PYTHONPATH']] if os.environ.get('PYTHONPATH') else []
+  os.environ['PYTHONPATH'] = os.pathsep.join(path)

@@ -16,7 +16,7 @@ from pyarrow import parquet
 import pytest
 from toys import lines
 
-from jaxrl_sched import config, export, settings, storage, train
+from jaxrl_sched import config, export, settings, simulate, storage, train
 from jaxrl_sched.device import hf_folder, weights
 from jaxrl_sched.device.checkpoint import Checkpoints, SaveError
 from jaxrl_sched.device.sources import open_source
@@ -360,6 +360,8 @@ def test_a_new_folder_that_cannot_be_written_whole_is_not_there(store):
   write()
   made = sorted(store.objects, key=lambda name: store.objects[name]['generation'])
   assert len(made) == 3 and made[-1] == 'bucket/out/m/config.json'
+  with pytest.raises(ValueError, match='^export: gs://bucket/out/n, expected a local'):
+    weights.export(None, {}, 'gs://bucket/out/n')  # which would make a folder 'gs:'
 
 
 # --- all of it ---------------------------------------------------------------------
@@ -425,6 +427,9 @@ def test_a_run_in_a_bucket(store, tmp_path, capsys):
     (tmp_path / name).write_bytes(store.read(f'bucket/run/{name}'))
     assert lines(tmp_path, name) == lines(tmp_path / 'local', name), name
 
+  # Its records are what a simulation is made from.
+  argv = [f'--config={SMOKE}', '--costs=gs://bucket/run', '--trace=gs://bucket/run']
+  assert simulate.main([*argv, '--steps=2']) == 0
   argv = ['--workdir=gs://bucket/run', '--out=gs://bucket/out/m']
   assert export.main(argv) == 0
   assert export.main(argv) == 2  # it is there

@@ -84,7 +84,7 @@ def test_a_run_leaves_what_it_promises(undisturbed):
 
 def test_the_console_tells_what_it_is_doing_and_how_it_went(undisturbed):
   _, out = undisturbed
-  assert re.search(r'^Built and compiled in \d+s\.$', out, re.M)
+  assert re.search(r'^Built and compiled in [\dm]+s\.$', out, re.M)
   assert out.count('Evaluating 16 prompts x 2 ...\n') == 1
   assert len(re.findall(r'^step 6/6 \| reward', out, re.M)) == 1
   assert len(re.findall(r'^final evaluation \| held-out \d', out, re.M)) == 1
@@ -199,7 +199,7 @@ def test_verifiers_that_are_slow_now_and_then_change_nothing(undisturbed, tmp_pa
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
-    env=os.environ | {'PYTHONPATH': str(tmp_path)},
+    env=os.environ | {'PYTHONPATH': f'{tmp_path}:{os.environ["PYTHONPATH"]}'},
   )
   finish(process)
   workdir, _ = undisturbed
@@ -209,16 +209,8 @@ def test_verifiers_that_are_slow_now_and_then_change_nothing(undisturbed, tmp_pa
 
 def test_eight_devices_decide_and_learn_like_one(undisturbed, tmp_path):
   """Sampler, learner and optimizer cut over data, fsdp and model."""
-  process = subprocess.Popen(
-    command(tmp_path, '--config.mesh.data=2', '--config.mesh.fsdp=2')
-    + ['--config.mesh.model=2', '--config.steps=3'],
-    cwd=ROOT,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    env=os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=8'},
-  )
-  finish(process)
+  shape = [f'--config.mesh.{axis}=2' for axis in ('data', 'fsdp', 'model')]
+  finish(start(tmp_path, *shape, '--config.steps=3'))
   workdir, _ = undisturbed
   for one, eight in zip(lines(workdir)[:3], lines(tmp_path)[:3], strict=True):
     assert one.keys() == eight.keys()

@@ -13,6 +13,7 @@ A step that does not agree with its manifest is damaged and is never read furthe
 
 from collections.abc import Iterator
 from concurrent import futures
+import contextlib
 import json
 import math
 import os
@@ -237,7 +238,10 @@ class Checkpoints:
     finally:
       self._thread.shutdown()
       if self._checkpointer is not None:
-        self._checkpointer.close()
+        try:
+          self._checkpointer.close()
+        except Exception as error:  # of a save that has failed, in its own words
+          raise SaveError(f'{self._directory}: {_line(error)}') from error
 
   def _path(self, step: int) -> epath.Path:
     return self._directory / str(step)
@@ -377,10 +381,10 @@ class Checkpoints:
           self._delete(self._path(old))
     except Exception as error:  # raised at the next `wait` or `save`
       if multihost.is_first():
-        self._clean()  # gives a full disk its room back
-      text = ' '.join(str(error).split())[:300]
+        with contextlib.suppress(Exception):  # where nothing can be reached any more
+          self._clean()  # gives a full disk its room back
       raise SaveError(
-        f'Checkpoint {self._path(step)} could not be saved: {text}'
+        f'Checkpoint {self._path(step)} could not be saved: {_line(error)}'
       ) from error
 
   def _superseded(self) -> list[int]:
@@ -410,12 +414,18 @@ class Checkpoints:
     What a writer of a failed save still adds meanwhile is found the next time: at
     the next save, or the next start.
     """
+    if not self._directory.exists():  # an object store makes no empty folders
+      return
     for path in list(self._directory.iterdir()):
       if _STEP.fullmatch(path.name) and not ocp.utils.is_checkpoint_finalized(path):
         try:
           path.rmtree()
         except OSError as error:
           warnings.warn(f'{path} could not be removed: {error}', stacklevel=2)
+
+
+def _line(error: Exception) -> str:
+  return ' '.join(str(error).split())[:300]
 
 
 def _files(directory: epath.Path) -> Iterator[epath.Path]:

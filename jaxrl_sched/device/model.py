@@ -121,6 +121,13 @@ def _to_rows(x, mesh):
   return x
 
 
+def _to_slots(x, mesh):
+  """Cut along its first axis, as slots are; all else whole."""
+  if mesh is None:
+    return x
+  return jax.lax.with_sharding_constraint(x, meshes.sharding(mesh, 'slots'))
+
+
 class Norm(nnx.Module):
   def __init__(self, width, axes, config):
     self.scale = nnx.Param(jnp.ones(width, jnp.float32), axes=axes)
@@ -257,11 +264,7 @@ class Decoder(nnx.Module):
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     cos, sin = rotation(positions, self.config)
-    x, kept = self.embedded(tokens), []
-    if mesh is not None:
-      x = jax.lax.with_sharding_constraint(
-        x, meshes.sharding(mesh, 'slots', None, None)
-      )
+    x, kept = _to_slots(self.embedded(tokens), mesh), []
 
     def attend(q, k, v):
       mixed = attention.packed(q, k, v, segments, mesh=mesh, axes=('slots', None))
@@ -272,7 +275,7 @@ class Decoder(nnx.Module):
       kept.append(kv)
     return tuple(kept)
 
-  def step(self, layers, tokens, positions, cache, *, used: int):
+  def step(self, layers, tokens, positions, cache, *, used: int, mesh=None):
     """One token in each slot.
 
     Args:
@@ -281,12 +284,16 @@ class Decoder(nnx.Module):
       positions: [R] int32, where the token's k and v go; S or more: nowhere.
       cache: L pairs of k and v, each [R, S, K, H].
       used: no slot's position reaches this; the cache is read up to it.
+      mesh: over which slots are spread.
 
     Returns:
       hidden [R, D] and the cache.
     """
+    # Else what is done with the logits, whose slots may be cut finer, would decide how
+    # slots lie here, and be mended by a few small collectives in every layer.
+    tokens, positions = (_to_slots(y, mesh) for y in (tokens, positions))
     cos, sin = rotation(positions, self.config)
-    x, new = self.embedded(tokens), []
+    x, new = _to_slots(self.embedded(tokens), mesh), []
     for block, (k_cache, v_cache) in zip(layers, cache, strict=True):
 
       def attend(q, k, v, k_cache=k_cache, v_cache=v_cache):
@@ -295,7 +302,7 @@ class Decoder(nnx.Module):
 
       x, kept = block(x, cos, sin, attend)
       new.append(kept)
-    return self.norm(x), tuple(new)
+    return _to_slots(self.norm(x), mesh), tuple(new)
 
   def head_weight(self):  # [V, D]
     return self.embed[...] if self.config.tied else self.head[...]
