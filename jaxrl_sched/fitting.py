@@ -54,6 +54,7 @@ class Search:
   """Finds the rows and slots that fit into `room` bytes of each device.
 
   Args:
+    devices, host: as of Footprint.
     say, size: for the lines that tell what was tried.
 
   Raises:
@@ -64,6 +65,7 @@ class Search:
     self,
     c: dict[str, Any],
     devices: Sequence[jax.Device],
+    host: Sequence[jax.Device],
     room: int,
     *,
     say: Callable[[str], None],
@@ -71,7 +73,8 @@ class Search:
   ):
     if c['sampler_mesh'] is not None:
       raise ValueError('--fit: config.sampler_mesh is set, expected None')
-    self._c, self._devices, self._room = c, devices, room
+    self._c, self._room = c, room
+    self._devices, self._host = devices, host
     self._say, self._size = say, size
     self._needed: dict[str, int | None] = {}  # what was compiled -> bytes
 
@@ -93,7 +96,7 @@ class Search:
       told = (
         f'mesh {meshes.product(c["mesh"])}, sampler.model={c["sampler"]["model"]}: '
       )
-      found = Footprint(c, self._devices)
+      found = Footprint(c, self._devices, self._host)
       free = self._room - found.bytes_held
       if free < 0:
         self._say(f'{told}{self._size(found.bytes_held)} are held all the time')
@@ -116,7 +119,7 @@ class Search:
       )
       self._say(f'{told}rows={rows} and slots={slots} by prediction')
       c = _with(c, sampler=dict(slots=slots))
-      if slots and prove(Footprint(c, self._devices)):
+      if slots and prove(Footprint(c, self._devices, self._host)):
         return c
     return None
 
@@ -167,7 +170,7 @@ class Search:
     mine = c['learner'] if program == 'add' else c['sampler']
     key = repr((program, c['mesh'], mine))
     if key not in self._needed:
-      part = Footprint(c, self._devices).part(program)
+      part = Footprint(c, self._devices, self._host).part(program)
       try:
         self._needed[key] = part.needs(part.compile())
       except compiled.DoesNotFit:

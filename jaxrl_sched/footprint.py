@@ -46,6 +46,11 @@ class Part:
 class Footprint:
   """The programs of a config on these devices.
 
+  Args:
+    devices: of all hosts.
+    host: those of one host, as they are where there is no other. A sampling engine's
+      programs are compiled for these: the compiler knows no part of a topology.
+
   Attributes:
     mesh, of_sampler: the learner's mesh, and that of one sampling engine.
     parts: the programs, in the order of a step.
@@ -55,9 +60,9 @@ class Footprint:
     ValueError: the config does not go with itself, the model or the devices.
   """
 
-  def __init__(self, c: dict[str, Any], devices: Sequence):
-    hosts = meshes.by_host(devices)
-    check_numbers(c, hosts=len(hosts))
+  def __init__(self, c: dict[str, Any], devices: Sequence, host: Sequence):
+    hosts = len(meshes.by_host(devices))
+    check_numbers(c, hosts=hosts)
     shape = model_of(c)
     config.check_meshes(c, shape)
     trained = shape
@@ -71,7 +76,7 @@ class Footprint:
         f"model's {shape.max_positions} positions"
       )
     self.mesh = meshes.make_mesh(**c['mesh'], devices=devices)
-    self.of_sampler = sampler_mesh(c, self.mesh, hosts[0])
+    self.of_sampler = sampler_mesh(c, self.mesh, hosts, host)
     self._learner = learner_programs(c, trained, self.mesh)
     self._slots = slots.Programs(
       shape,
@@ -202,20 +207,21 @@ def cache_length(c: dict[str, Any]) -> int:
 
 
 def sampler_mesh(
-  c: dict[str, Any], mesh: jax.sharding.Mesh, first_host: Sequence
+  c: dict[str, Any], mesh: jax.sharding.Mesh, hosts: int, host: Sequence
 ) -> jax.sharding.Mesh:
-  """The mesh of the first sampling engine; `config.sampler_meshes` of a run."""
+  """The mesh of a host's first sampling engine; `config.sampler_meshes` of a run."""
   if c['sampler']['mesh'] == 'global':
     return mesh
+  learning = mesh.size // hosts  # devices of each
   if c['sampler_mesh'] is None:
     parts = config.sampler_parts(c)
-    return meshes.host_part(meshes.hosts_mesh(mesh, model=parts), 0)
-  learning = set(mesh.devices.flat)
-  left = [device for device in first_host if device not in learning]
+    own = host[:learning]
+    return meshes.make_mesh(data=learning // parts, model=parts, devices=own)
+  left = host[learning:]
   each, engines = math.prod(c['sampler_mesh'].values()), c['asp']['engines']
   if each * engines > len(left):
     raise ValueError(
       f'config.sampler_mesh: {engines} engines of {each} devices, expected at most the '
       f'{len(left)} that a host has beside those of config.mesh'
     )
-  return meshes.make_mesh(**c['sampler_mesh'], devices=left)
+  return meshes.make_mesh(**c['sampler_mesh'], devices=left[:each])

@@ -81,18 +81,20 @@ def main(argv: list[str] | None = None) -> int:
     found = None
     if not arguments.fit:
       check_covers(c, devices)
-      found = Footprint(c, devices)
+      found = Footprint(c, devices, one_host(arguments.topology, devices))
     room = int(compiled.memory_of(devices[0]) * (1 - arguments.margin))
     print(described(arguments.topology, devices), flush=True)
     if found is None:
-      return _fit(c, devices, room)
+      return _fit(c, devices, one_host(arguments.topology, devices), room)
     return 0 if report(found, room) else 1
   except ValueError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
 
 
-def _fit(c: dict[str, Any], devices: list[jax.Device], room: int) -> int:
+def _fit(
+  c: dict[str, Any], devices: list[jax.Device], host: list[jax.Device], room: int
+) -> int:
   search = fitting.Search(c, devices, room, say=_say, size=size)
   chosen = search.fit(lambda found: report(found, room))
   if chosen is None:
@@ -132,6 +134,17 @@ def topology(name: str, processes: int | None) -> list[jax.Device]:
   except jax.errors.JaxRuntimeError as error:
     line = str(error).splitlines()[0].partition(': ')[2]
     raise ValueError(f'--topology={name}: {line}') from None
+
+
+def one_host(name: str, devices: list[jax.Device]) -> list[jax.Device]:
+  """The devices of a host of this topology, as they are without the others."""
+  own = meshes.by_host(devices)[0]
+  lengths = [
+    1 + max(axis) - min(axis) for axis in zip(*(d.coords for d in own), strict=True)
+  ]
+  kind, given = name.split(':')
+  lengths = lengths[: given.count('x') + 1]
+  return topology(f'{kind}:{"x".join(map(str, lengths))}', 1)
 
 
 def _bounds(sizes: list[int], processes: int) -> list[int]:

@@ -75,7 +75,7 @@ def eight():
 
 @pytest.fixture(scope='module')
 def footprint(tiny, eight):
-  return Footprint(config.read(tiny), eight)
+  return Footprint(config.read(tiny), eight, preflight.one_host('v5e:2x4', eight))
 
 
 @pytest.fixture(scope='module')
@@ -187,7 +187,8 @@ def qwen():
   devices = preflight.topology('v5e:4x4', None)
   few = copy.deepcopy(c)
   few['model']['hf_config']['num_hidden_layers'] = 4
-  return Footprint(c, devices), Footprint(few, devices)
+  host = preflight.one_host('v5e:4x4', devices)
+  return Footprint(c, devices, host), Footprint(few, devices, host)
 
 
 def test_the_learner_of_3b_holds_its_part_of_the_weights_and_no_logits(qwen):
@@ -248,7 +249,7 @@ def main(capsys, *arguments):
     (['--topology=v5e:2x4', '--margin=1'], '--margin=1.0: expected 0 to below 1'),
     (
       ['--topology=v5e:2x4', '--config.mesh.fsdp=1', '--config.mesh.model=8'],
-      'model=8 does not divide the 4 heads',
+      'config.sampler.model: 8, expected a divisor of the 4 devices',
     ),
     (['--topology=v5e:2x4', '--config.learner.rows=6'], 'learner.rows: 6, expected'),
     (
@@ -259,7 +260,10 @@ def main(capsys, *arguments):
       ['--topology=v5e:2x4', '--config.sampling.max_new_tokens=2000'],
       'expected at least prompts.max_tokens + sampling.max_new_tokens',
     ),
-    (['--topology=v5e:2x4', '--config.learner.row=6'], 'config.learner.row'),
+    (
+      ['--topology=v5e:2x4', '--config.learner.row=6'],
+      "config.learner: unknown key 'row'",
+    ),
   ],
   ids=lambda x: x[-1] if isinstance(x, list) else '',
 )
@@ -318,7 +322,7 @@ def test_the_largest_number_is_found_by_two_looks(tiny, eight, monkeypatch, room
   """Where needs are 100 + 7 a row, by brute force over all multiples of 8."""
   c = config.read(tiny)
   c['learner']['rows'] = 8
-  search = fitting.Search(c, eight, room, say=print, size=str)
+  search = fitting.Search(c, eight, eight[:4], room, say=print, size=str)
   asked = []
 
   def needs(c, program):

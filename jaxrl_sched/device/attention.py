@@ -39,9 +39,10 @@ def packed(q, k, v, segments, answers=None, *, mesh=None, axes=('rows', 'tokens'
 
 def write(k_cache, v_cache, k, v, positions):
   """Puts k and v [R, K, H] at each slot's position [R]; S or more is dropped."""
-  slots = jnp.arange(k.shape[0])
+  slots = jnp.arange(k.shape[0])[:, None]
+  heads = jnp.arange(k.shape[1])[None]
   return tuple(
-    cache.at[slots, positions].set(new.astype(cache.dtype), mode='drop')
+    cache.at[slots, heads, positions[:, None]].set(new.astype(cache.dtype), mode='drop')
     for cache, new in ((k_cache, k), (v_cache, v))
   )
 
@@ -50,16 +51,17 @@ def cached(q, k_cache, v_cache, positions, *, used: int):
   """One query a slot over the cache's first `used` entries up to its own position.
 
   Args:
-    q: [R, N, H]; k_cache, v_cache: [R, S, K, H]; positions: [R] int32.
+    q: [R, N, H]; k_cache, v_cache: [R, K, S, H], since a TPU would copy what has heads
+      between places and width, all of it for each token; positions: [R] int32.
 
   Returns:
     [R, N, H].
   """
   r, n, h = q.shape
-  k, v = k_cache[:, :used], v_cache[:, :used]
-  q = q.reshape(r, k.shape[2], -1, h)
-  scores = jnp.einsum('rkgh,rskh->rkgs', q, k, preferred_element_type=jnp.float32)
+  k, v = k_cache[:, :, :used], v_cache[:, :, :used]
+  q = q.reshape(r, k.shape[1], -1, h)
+  scores = jnp.einsum('rkgh,rksh->rkgs', q, k, preferred_element_type=jnp.float32)
   seen = jnp.arange(used)[None] <= positions[:, None]
   scores = jnp.where(seen[:, None, None], scores * h**-0.5, -jnp.inf)
   p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  return jnp.einsum('rkgs,rskh->rkgh', p, v).reshape(r, n, h)
+  return jnp.einsum('rkgs,rksh->rkgh', p, v).reshape(r, n, h)

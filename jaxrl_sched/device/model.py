@@ -282,7 +282,7 @@ class Decoder(nnx.Module):
       layers: what `unrolled` gave.
       tokens: [R] int32.
       positions: [R] int32, where the token's k and v go; S or more: nowhere.
-      cache: L pairs of k and v, each [R, S, K, H].
+      cache: L pairs of k and v, each [R, K, S, H].
       used: no slot's position reaches this; the cache is read up to it.
       mesh: over which slots are spread.
 

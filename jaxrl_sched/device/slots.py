@@ -64,11 +64,10 @@ def fresh_state(slots: int, cache_length: int) -> dict[str, np.ndarray]:
 
 
 def empty_place(slots: int, cache_length: int) -> dict[str, np.ndarray]:
-  """What `_insert` is told where no answer is to be started."""
+  """What `_insert` is told where no answer is to be started in any slot."""
   place = fresh_state(slots, cache_length)
   del place['key']
-  place['slot'] = np.full(slots, slots, np.int32)
-  place['row'] = np.zeros(slots, np.int32)
+  place['row'] = np.full(slots, -1, np.int32)
   place['draw'] = np.zeros(slots, np.uint32)
   place['answer'] = np.zeros(slots, np.uint32)
   return place
@@ -80,17 +79,29 @@ def _prefill(parameters, tokens, segments, *, config: ModelConfig, mesh):
   return model.prefill(layers, tokens, segments, mesh=mesh)
 
 
-def _insert(cache, state, kv, place, seed):
+def _insert(cache, state, kv, place, seed, *, mesh):
   """Starts answers: copies prefilled rows into slots and sets the slots' state.
 
   Args:
-    kv: of `_prefill`. place: arrays of length R, one entry an answer: `slot` (R:
-      no answer), `row` of kv, `draw`, `answer`, and the state's own fields.
+    kv: of `_prefill`.
+    place: arrays of length R, an entry a slot: `row` of kv (below 0: what is in the
+      slot stays), `draw`, `answer`, and the state's own fields.
   """
-  slot, row = place['slot'], place['row']
-  length = kv[0][0].shape[1]
+  row = place['row']
+  begins, length = row >= 0, kv[0][0].shape[1]
+  # A slot's row may be on any device. Rows are fewer than slots: they travel.
+  everywhere = meshes.sharding(mesh, None, None, 'kv_heads', None)
+  kv = jax.lax.with_sharding_constraint(kv, everywhere)
+
+  def chosen(new, old):
+    return jnp.where(begins.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
+
   cache = jax.tree.map(
-    lambda old, new: old.at[slot, :length].set(new[row], mode='drop'), cache, kv
+    lambda old, new: old.at[:, :, :length].set(
+      chosen(jnp.swapaxes(new, 1, 2)[jnp.maximum(row, 0)], old[:, :, :length])
+    ),
+    cache,
+    kv,
   )
 
   def key(draw, answer):
@@ -101,8 +112,7 @@ def _insert(cache, state, kv, place, seed):
 
   new = {k: v for k, v in place.items() if k in state}
   new['key'] = jax.vmap(key)(place['draw'], place['answer'])
-  state = {k: state[k].at[slot].set(new[k], mode='drop') for k in state}
-  return cache, state
+  return cache, {k: chosen(new[k], old) for k, old in state.items()}
 
 
 def _decode(parameters, cache, state, used: int, *, config: ModelConfig, chunk: int):
@@ -117,7 +127,7 @@ def _decode(parameters, cache, state, used: int, *, config: ModelConfig, chunk: 
   model, layers = model_lib.unrolled(config, parameters)
   head = model.head_weight()
   slots = state['alive'].shape[0]
-  off = cache[0][0].shape[1]
+  off = cache[0][0].shape[2]
 
   def body(carry):
     i, cache, state, tokens, logps = carry
@@ -226,7 +236,8 @@ class Programs:
   ):
     self.count, self.cache_length, self.prefill_rows = count, cache_length, prefill_rows
     whole, per_slot = meshes.sharding(mesh), meshes.sharding(mesh, 'slots')
-    cache_at = meshes.sharding(mesh, 'slots', None, 'kv_heads', None)
+    cache_at = meshes.sharding(mesh, 'slots', 'kv_heads', None, None)
+    kv_at = meshes.sharding(mesh, 'slots', None, 'kv_heads', None)
     self._whole = whole
     # What the host reads: each of several hosts can read what is whole on all.
     shared = len(meshes.by_host(mesh.devices.flat)) > 1
@@ -239,12 +250,12 @@ class Programs:
     self.prefill = jax.jit(
       functools.partial(_prefill, config=config, mesh=mesh),
       in_shardings=(weights_at, whole, whole),
-      out_shardings=cache_at,
+      out_shardings=kv_at,
     )
     self.insert = jax.jit(
-      _insert,
+      functools.partial(_insert, mesh=mesh),
       donate_argnums=(0, 1),
-      in_shardings=(cache_at, state_at, cache_at, whole, whole),
+      in_shardings=(cache_at, state_at, kv_at, whole, whole),
       out_shardings=(cache_at, state_at),
     )
     self.decode = jax.jit(
@@ -263,7 +274,7 @@ class Programs:
     self.wipe = jax.jit(
       _wipe, donate_argnums=0, in_shardings=(cache_at, whole), out_shardings=cache_at
     )
-    shape = (count, cache_length, config.kv_heads, config.head_dim)
+    shape = (count, config.kv_heads, cache_length, config.head_dim)
     self.cache = tuple(
       tuple(jax.ShapeDtypeStruct(shape, config.dtype, sharding=cache_at) for _ in 'kv')
       for _ in range(config.layers)
@@ -366,10 +377,9 @@ class Slots:
   def start(self, kv, starts: Sequence[tuple[int, int, Answer]]) -> None:
     """Puts answers, each with its slot and its row of `kv`, into slots."""
     place = empty_place(self.count, self.cache_length)
-    for i, (slot, row, answer) in enumerate(starts):
+    for slot, row, answer in starts:
       s, prompt = answer.request.sampling, answer.request.prompt.tokens
       values = dict(
-        slot=slot,
         row=row,
         draw=answer.request.draw,
         answer=answer.answer,
@@ -384,8 +394,8 @@ class Slots:
         top_p=s.top_p,
       )
       for name, value in values.items():
-        place[name][i] = value
-      place['stop'][i, : len(s.stop_ids)] = s.stop_ids
+        place[name][slot] = value
+      place['stop'][slot, : len(s.stop_ids)] = s.stop_ids
     self._cache, self._state = self.programs.insert(
       self._cache, self._state, kv, place, self._seed
     )

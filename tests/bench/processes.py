@@ -5,9 +5,10 @@
 
 `compare` runs the smoke config with all methods on 1 process of 8 CPU devices, 2 of 4 and
 4 of 2, and ends with 1 where a decision differs or a number by more than 1e-5. `chaos`
-runs 3 processes undisturbed, and again in another folder while at random moments a random
-one is killed or terminated; each time all are to end within a minute, and are started
-again. It ends with 1 where the two runs' lines differ in anything but times.
+runs 3 processes undisturbed, and again in another folder while, at random moments after
+they have found each other, a random one is killed or terminated; each time all are to end
+within a minute, and are started again. It ends with 1 where the two runs' lines differ in
+anything but times.
 """
 
 import argparse
@@ -37,6 +38,11 @@ def lines(workdir: pathlib.Path, name: str) -> list[dict]:
   return [
     json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == '\n'
   ]
+
+
+def joined(logs: pathlib.Path, count: int) -> bool:
+  """Whether every process has joined the others: gloo tells."""
+  return all((logs / f'{i}.txt').read_text() for i in range(count))
 
 
 def run(workdir: pathlib.Path, *changes: str, count: int, devices: int) -> None:
@@ -91,10 +97,12 @@ def chaos(out: pathlib.Path, times: int, steps: int, seed: int) -> list[str]:
   for number in range(times):
     started = processes.launch(argv, logs / str(number), count=3, devices=1)
     at = len(lines(workdir, 'metrics.jsonl'))
-    if chance.random() < 0.3:  # while it starts
+    while not joined(logs / str(number), 3):  # whoever never joins is waited for
+      time.sleep(0.1)
+    if chance.random() < 0.4:  # while it starts
       time.sleep(chance.uniform(0, 15))
     else:  # some steps on
-      further = chance.randrange(1, 4)
+      further = chance.randrange(1, 3)
       while len(lines(workdir, 'metrics.jsonl')) < min(at + further, steps):
         if any(process.poll() is not None for process in started):
           break

@@ -274,6 +274,7 @@ def test_steps_on_a_cache_are_whole_rows(kind):
   for slot in (0, 1):
     fill[0, :, slot, : ahead[slot]] = k[:, slot, : ahead[slot]]
     fill[1, :, slot, : ahead[slot]] = v[:, slot, : ahead[slot]]
+  fill = np.swapaxes(fill, 3, 4)  # as the cache has it: heads before places
   cache = tuple((jnp.asarray(k), jnp.asarray(v)) for k, v in zip(*fill, strict=True))
   idle = [np.asarray(x)[2].copy() for pair in cache for x in pair]
 
