@@ -32,6 +32,6 @@ def get_config(variant: str = 'math') -> ConfigDict:
   model = dict(path='Qwen/Qwen2.5-3B-Instruct', hf_config=HF_CONFIG)
   c = pods.sagc(pods.config(variant, model))
   c.mesh = dict(fsdp=16)
-  c.sampler = dict(slots=64, chunk=32, prefill_rows=8)
+  c.sampler = dict(slots=64, chunk=32, prefill_rows=8, model=2)
   c.learner = dict(rows=16, row_tokens=4096, remat=True)
   return c

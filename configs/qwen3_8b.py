@@ -34,6 +34,6 @@ def get_config(variant: str = 'math') -> ConfigDict:
   c = pods.dppo(pods.config(variant, model))
   c.prompts.template_options = dict(enable_thinking=False)
   c.mesh = dict(fsdp=16)
-  c.sampler = dict(slots=64, chunk=32, prefill_rows=8)
+  c.sampler = dict(slots=64, chunk=32, prefill_rows=8, model=4)
   c.learner = dict(rows=16, row_tokens=4096, remat=True)
   return c

@@ -34,6 +34,8 @@ FLOORS = {
   'controllers': 4,
   'models': 4,
   'config': 4,
+  'footprint': 4,
+  'fitting': 4,
   'train': 5,
   'evaluate': 5,
   'stratify': 5,

@@ -4,7 +4,7 @@ The compiler is the TPU's own (libtpu); it runs on a CPU. What it says is held a
 paper: bytes of arguments, what is written in place, what may never be in memory at all.
 """
 
-import copy
+import dataclasses
 import math
 import pathlib
 import re
@@ -14,9 +14,9 @@ from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 from jaxrl_sched import config, fitting, preflight
-from jaxrl_sched.device import compiled
+from jaxrl_sched.device import compiled, slots
 from jaxrl_sched.device import mesh as meshes
-from jaxrl_sched.footprint import Footprint
+from jaxrl_sched.footprint import Footprint, cache_length, model_of
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[1]
@@ -160,8 +160,11 @@ def test_what_fits_is_said_to_fit(footprint, told, capsys):
   assert preflight.verdict(footprint, programs, {}, total)
   assert 'It fits' in capsys.readouterr().out
   assert not preflight.verdict(footprint, programs, {}, total - 1)
-  told = capsys.readouterr().err
-  assert 'does not fit' in told and re.search(r"weights trained: \['embed'\]", told)
+  said = capsys.readouterr().err
+  # The largest of what is held is the samplers' embedding: V / 2 rows of D, bfloat16.
+  assert 'does not fit' in said
+  embed = preflight.size(V // 2 * D * 2)
+  assert f"{embed} weights of samplers, 1: [0]['embed']" in said
 
 
 def test_what_is_held_is_what_is_on_paper(footprint):
@@ -171,7 +174,8 @@ def test_what_is_held_is_what_is_on_paper(footprint):
   assert held == {
     'weights trained': one,
     'optimizer': 2 * one + 2 * 4,
-    'weights of samplers, 1': 2 * weights_on_a_device(2, 1),
+    # In bfloat16, but for the last norm.
+    'weights of samplers, 1': 2 * weights_on_a_device(2, 1) + 2 * D,
     f'cache of {SLOTS} slots': SLOTS // 2 * (2 * L * S * K * H * 2 // 2 + of_slot),
   }
 
@@ -181,20 +185,35 @@ def test_what_is_held_is_what_is_on_paper(footprint):
 
 @pytest.fixture(scope='module')
 def qwen():
-  """As configs/qwen25_3b.py has it, but for the layers of the sampler, which are not in
-  a loop: 4 of the 36. The less of a cache there is, the more the rest is of it."""
+  """The config, and the devices of v5e:4x4 and of one of its hosts."""
   c = config.read(str(ROOT / 'configs' / 'qwen25_3b.py'))
   devices = preflight.topology('v5e:4x4', None)
-  few = copy.deepcopy(c)
-  few['model']['hf_config']['num_hidden_layers'] = 4
-  host = preflight.one_host('v5e:4x4', devices)
-  return Footprint(c, devices, host), Footprint(few, devices, host)
+  return c, devices, preflight.one_host('v5e:4x4', devices)
+
+
+@pytest.fixture(scope='module')
+def qwen_slots(qwen):
+  """A sampler's programs, with 4 of the 36 layers, which are in no loop, but 9 times
+  the places: a cache as large. What grows with places is more than it would be."""
+  c, devices, host = qwen
+  found = Footprint(c, devices, host)
+  model = dataclasses.replace(model_of(c), layers=4)
+  programs = slots.Programs(
+    model,
+    c['sampler']['slots'],
+    cache_length=9 * cache_length(c),
+    chunk=c['sampler']['chunk'],
+    mesh=found.of_sampler,
+    prefill_rows=c['sampler']['prefill_rows'],
+  )
+  assert compiled.bytes_of(programs.cache) == compiled.bytes_of(found.cache[0])
+  return programs
 
 
 def test_the_learner_of_3b_holds_its_part_of_the_weights_and_no_logits(qwen):
   """Weights and gradient a chip: within 5 % of all / chips. 65,536 tokens' logits would
   be [tokens / 16, V] float32 on each device, if they were ever whole."""
-  part = qwen[0].part('add')
+  part = Footprint(*qwen).part('add')
   program, seconds = compiled.compiled(part.program, part.arguments)
   found = compiled.described(program, seconds)
   weights = sum(x.size for x in jax.tree.leaves(part.arguments[1]))
@@ -204,23 +223,20 @@ def test_the_learner_of_3b_holds_its_part_of_the_weights_and_no_logits(qwen):
   assert largest_float32(program.as_text()) < tokens * 151936 / 8
 
 
-def test_the_decode_chunk_of_3b_writes_on_its_cache(qwen):
+def test_the_decode_chunk_of_3b_writes_on_its_cache(qwen_slots):
   """All of it in place, and less than a tenth of it beside."""
-  part = qwen[1].part('decode')
-  found = part.compile()
-  cache = compiled.bytes_of(qwen[1].cache)
+  arguments = qwen_slots.arguments(512)['decode']
+  found = compiled.compile_program(qwen_slots.decode, arguments)
+  cache = compiled.bytes_of(qwen_slots.cache)
   assert found.aliased >= cache
   assert found.temporaries < 0.1 * cache
 
 
-def test_the_prefill_of_3b_gives_keys_and_values_of_its_part(qwen):
-  part = qwen[1].part('prefill')
-  found = part.compile()
-  tokens, layers, kv_heads, width = 8 * 512, 4, 2, 128
-  devices = qwen[1].of_sampler.size
-  assert found.outputs == pytest.approx(
-    2 * layers * tokens * kv_heads * width * 2 / devices, rel=0.05
-  )
+def test_the_prefill_of_3b_gives_keys_and_values_of_its_part(qwen_slots):
+  """4 layers' of 8 rows of 512 tokens: 2 heads of 128 in bfloat16, on 4 devices."""
+  arguments = qwen_slots.arguments(512)['prefill']
+  found = compiled.compile_program(qwen_slots.prefill, arguments)
+  assert found.outputs == pytest.approx(2 * 4 * 8 * 512 * 2 * 128 * 2 / 4, rel=0.01)
 
 
 def largest_float32(text):

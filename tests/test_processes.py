@@ -9,6 +9,8 @@ import numpy as np
 import processes
 import pytest
 
+from jaxrl_sched.device import together
+
 SMOKE = f'--config={processes.ROOT}/configs/smoke.py:all'
 TRAIN = ['-m', 'jaxrl_sched.train', SMOKE, '--config.log.tensorboard=False']
 ON_EIGHT = [f'--config.mesh.{axis}=2' for axis in ('data', 'fsdp', 'model')]
@@ -147,6 +149,13 @@ def test_what_goes_wrong_in_one_ends_all_with_its_reason(
   kind, said = error.rstrip("')").split("('")
   assert f'error: process 1 failed: {kind}: ' in first and said in first
   assert said in second
+
+
+def test_a_broken_collective_is_no_bad_input():
+  """Which a supervisor would not start again. Gloo's own words, when a peer is killed."""
+  broken = 'UNKNOWN: Gloo AllGather failed: [pair.cc:538] Connection reset by peer'
+  assert together.of_runtime(ValueError(broken))
+  assert not together.of_runtime(ValueError('config.steps: 0, expected at least 1'))
 
 
 def test_a_file_that_only_one_can_read_ends_both_before_a_model_is_built(tmp_path):

@@ -15,6 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from jaxrl_sched.device import mesh as meshes
@@ -115,7 +116,9 @@ def _insert(cache, state, kv, place, seed, *, mesh):
   return cache, {k: chosen(new[k], old) for k, old in state.items()}
 
 
-def _decode(parameters, cache, state, used: int, *, config: ModelConfig, chunk: int):
+def _decode(
+  parameters, cache, state, used: int, *, config: ModelConfig, chunk: int, mesh
+):
   """Up to `chunk` tokens for every live slot.
 
   An answer ends at a token without a finite log-prob: its logits were not numbers.
@@ -128,6 +131,10 @@ def _decode(parameters, cache, state, used: int, *, config: ModelConfig, chunk: 
   head = model.head_weight()
   slots = state['alive'].shape[0]
   off = cache[0][0].shape[2]
+  put = jax.lax.with_sharding_constraint
+  whole_rows = meshes.sharding(mesh, 'slots', None)
+  if slots % mesh.size == 0:
+    whole_rows = jax.sharding.NamedSharding(mesh, PartitionSpec(mesh.axis_names, None))
 
   def body(carry):
     i, cache, state, tokens, logps = carry
@@ -136,7 +143,10 @@ def _decode(parameters, cache, state, used: int, *, config: ModelConfig, chunk: 
       layers, state['token'], state['position'], cache, used=used
     )
     logits = model_lib.head_logits(hidden, head, config)
-    token, logp = draw_tokens(logits, state)
+    # Made where the head is, then each device draws whole slots: sorts and sums along a
+    # cut vocabulary would be gathered by all, again and again.
+    logits = put(put(logits, meshes.sharding(mesh, 'slots', 'vocab')), whole_rows)
+    token, logp = put(draw_tokens(logits, state), meshes.sharding(mesh, 'slots'))
     # A greedy token's log-prob is 0 whatever its logit: nan is the largest of all.
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     logp = jnp.where(jnp.isfinite(chosen), logp, jnp.nan)
@@ -259,7 +269,7 @@ class Programs:
       out_shardings=(cache_at, state_at),
     )
     self.decode = jax.jit(
-      functools.partial(_decode, config=config, chunk=chunk),
+      functools.partial(_decode, config=config, chunk=chunk, mesh=mesh),
       static_argnums=3,
       donate_argnums=(1, 2),
       in_shardings=(weights_at, cache_at, state_at),
