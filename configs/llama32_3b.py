@@ -40,6 +40,6 @@ def get_config(variant: str = 'math') -> ConfigDict:
   c = pods.sagc(pods.config(variant, model))
   c.prompts.date = '2024-07-26'  # its chat template would write today's
   c.mesh = dict(fsdp=16)
-  c.sampler = dict(slots=64, chunk=32, prefill_rows=8, model=2)
+  c.sampler = dict(slots=64, chunk=32, prefill_rows=8, model=4)
   c.learner = dict(rows=16, row_tokens=4096, remat=True)
   return c

@@ -114,12 +114,14 @@ class Footprint:
         arguments=arguments[name],
         own=mine,
       )
-    yield Part(
-      name='hand-over',
-      program=self._handover.program,
-      arguments=(self._handover.arguments,),
-      own=None,
-    )
+    # A whole version is made, one call a layer, beside those that are held.
+    for name in ('layer', 'outside'):
+      yield Part(
+        name=f'give {name}',
+        program=getattr(self._handover, name),
+        arguments=self._handover.arguments[name],
+        own=self._slots.weights,
+      )
 
   def _of_sampler(self) -> Iterator[Part]:
     longest = self._c['prompts']['max_tokens']

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 def _fit(
   c: dict[str, Any], devices: list[jax.Device], host: list[jax.Device], room: int
 ) -> int:
-  search = fitting.Search(c, devices, room, say=_say, size=size)
+  search = fitting.Search(c, devices, host, room, say=_say, size=size)
   chosen = search.fit(lambda found: report(found, room))
   if chosen is None:
     print('error: no mesh of these devices fits', file=sys.stderr)
@@ -207,7 +207,7 @@ def measure(
   """Compiles all programs, a line of the table each. And those that do not fit."""
   learner, sampler = (meshes.product(m.shape) for m in (found.mesh, found.of_sampler))
   say(f'learner: mesh {learner}; a sampling engine: {sampler}\n')
-  columns = '{:10} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6}  {}'
+  columns = '{:12} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6}  {}'
   heads = ('arguments', 'outputs', 'temporary', 'code', 'peak', 'FLOPs', 's')
   say(columns.format('program', *heads, 'collectives'))
   programs, failed = {}, {}
@@ -216,7 +216,7 @@ def measure(
       p = programs[part.name] = part.compile()
     except compiled.DoesNotFit as error:
       failed[part.name] = error
-      say(f'{part.name:10} {error}')
+      say(f'{part.name:12} {error}')
       continue
     sizes = map(size, (p.arguments, p.outputs, p.temporaries, p.code, p.peak))
     moved = ', '.join(

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import sys
 
 # Through the environment, so that the commands that tests start have them too: a
 # program that is kept is found again only where there are as many devices.
@@ -13,6 +14,10 @@ os.environ['TOKENIZERS_PARALLELISM'] = 'false'
 # Threads of torch spin while they wait for one another: where tests share the cores,
 # the same numbers took ten times the CPU time with two threads.
 os.environ['OMP_NUM_THREADS'] = '1'
+if sys.version_info >= (3, 12):
+  # gcsfs uses it by aiohttp; in C (6.7 to 7.2) it crashed collections of garbage of
+  # Python 3.12.1 in most runs of test_storage.py, and never those of 3.11.
+  os.environ['MULTIDICT_NO_EXTENSIONS'] = '1'
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_KEPT))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES', '-1')

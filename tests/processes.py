@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -95,5 +96,6 @@ def both(program: str, given: str | os.PathLike, *, timeout_s: float = 90) -> li
     started = launch(['-c', START + program], logs, of=given_to)
     codes, said = ended(started, logs, timeout_s=timeout_s)
   assert codes == [0, 0], '\n'.join(text[-3000:] for text in said)
-  lines = ([x for x in text.splitlines() if x.startswith('{')] for text in said)
-  return [json.loads(found[-1]) for found in lines]
+  # Gloo speaks too, in brackets.
+  told = (re.findall(r'^[{[](?!Gloo).*$', text, re.MULTILINE) for text in said)
+  return [json.loads(found[-1]) for found in told]

@@ -85,7 +85,10 @@ def prepared(*overrides):
     ('optimizer.schedule=step', "optimizer.schedule: 'step', expected one of"),
     ('learner.row_tokens=16', 'learner.row_tokens: 16, expected at least'),
     # What does not divide (L2).
-    ('mesh.data=3', 'config.sampler.slots: 16, expected a multiple of the 3 devices of '),
+    (
+      'mesh.data=3',
+      'config.sampler.slots: 16, expected a multiple of the 3 devices of ',
+    ),
     ('mesh.fsdp=8', 'config.learner.rows: 4, expected a multiple of mesh.data * '),
     # Data.
     ('prompts.datasets.sums.source=none.jsonl', 'none.jsonl'),

@@ -75,7 +75,7 @@ class Machine:
 
   def run(self, script: str, *arguments: str, code: int = 0, **env: str) -> str:
     process = self.start(script, *arguments, **env)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=90)
     assert process.returncode == code, output
     return output
 

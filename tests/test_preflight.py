@@ -105,10 +105,12 @@ def test_arguments_are_those_on_paper(told):
   assert programs['add'].arguments == pytest.approx(2 * one + batch, rel=0.03)
   assert programs['apply'].arguments == pytest.approx(4 * one, rel=0.03)
   assert programs['apply'].aliased == pytest.approx(3 * one, rel=0.03)
-  assert programs['hand-over'].arguments == pytest.approx(one, rel=0.03)
+  given = programs['give layer'], programs['give outside']
+  assert sum(p.arguments for p in given) == pytest.approx(one, rel=0.03)
   # A host has 4 devices: matrices in 2 parts, norms whole, in bfloat16.
   ready = 2 * weights_on_a_device(2, 1)
-  assert programs['hand-over'].outputs == pytest.approx(ready, rel=0.03)
+  made = L * given[0].outputs + given[1].outputs
+  assert made == pytest.approx(ready, rel=0.03)
   cache = 2 * L * (SLOTS // 2) * S * K * H * 2 // 2
   assert programs['decode'].arguments == pytest.approx(ready + cache, rel=0.03)
 
@@ -145,8 +147,8 @@ def test_weights_are_gathered_and_gradients_reduced(told):
 def test_the_table_has_a_line_for_each_program(told):
   programs, lines = told
   first = [line.split()[0] for line in lines[-len(programs) :]]
-  assert first == ['add', 'apply', 'hand-over', 'prefill', 'insert', 'decode']
-  row = lines[-6].split()
+  assert first == ['add', 'apply', 'give', 'give', 'prefill', 'insert', 'decode']
+  row = lines[-7].split()
   assert row[1] == preflight.size(programs['add'].arguments)
   assert row[6] == f'{programs["add"].flops:.2e}'
 
@@ -178,6 +180,19 @@ def test_what_is_held_is_what_is_on_paper(footprint):
     'weights of samplers, 1': 2 * weights_on_a_device(2, 1) + 2 * D,
     f'cache of {SLOTS} slots': SLOTS // 2 * (2 * L * S * K * H * 2 // 2 + of_slot),
   }
+
+
+def test_what_hosts_read_is_whole_on_each_of_several(tiny, eight, footprint):
+  """With sampler.mesh='global' all of them read tokens and how many there are."""
+  c = config.read(tiny, [('sampler.mesh', "'global'")])
+  spread = Footprint(c, eight, eight[:4])
+  assert spread.of_sampler.size == 8 and footprint.of_sampler.size == 4
+  assert spread.cache[1]['made'].sharding.is_fully_replicated
+  assert not spread.cache[1]['token'].sharding.is_fully_replicated
+  assert not footprint.cache[1]['made'].sharding.is_fully_replicated
+  part = spread.part('decode')
+  _, _, *read = part.program.lower(*part.arguments).out_info
+  assert len(read) == 2 and all(x.sharding.is_fully_replicated for x in read)
 
 
 # --- Qwen2.5-3B for v5e:4x4 ----------------------------------------------------------
@@ -349,3 +364,27 @@ def test_the_largest_number_is_found_by_two_looks(tiny, eight, monkeypatch, room
   rows, needed = search._largest(c, 'learner', 'rows', 'add', 4000, room, share=1.0)
   assert rows == max(n for n in range(8, 4001, 8) if 100 + 7 * n <= room)
   assert needed == pytest.approx(100 + 7 * rows) and len(asked) == 2
+
+
+def test_what_fits_is_ended_with_as_overrides(tiny, capsys, monkeypatch):
+  """There is room for more than a step has: 16 answers of 256 tokens are 16 rows, and
+  their slots the fewest, 8 on each of a host's 4 devices."""
+  monkeypatch.setattr(preflight, 'report', lambda found, room: True)
+  code, told = main(capsys, f'--config={tiny}', '--topology=v5e:2x4', '--fit')
+  assert code == 0
+  chosen = dict(
+    line.removeprefix('--config.').split('=') for line in told.out.split()[-8:]
+  )
+  assert chosen == {
+    **{'mesh.data': '1', 'mesh.fsdp': '8', 'mesh.sequence': '1', 'mesh.model': '1'},
+    **{'sampler.model': '1', 'sampler.slots': '32', 'sampler.prefill_rows': '4'},
+    'learner.rows': '16',
+  }
+
+
+def test_where_nothing_fits_is_said(tiny, capsys):
+  code, told = main(
+    capsys, f'--config={tiny}', '--topology=v5e:2x4', '--fit', '--margin=0.9999999'
+  )
+  assert code == 1
+  assert 'are held all the time' in told.out and 'no mesh of these devices' in told.err

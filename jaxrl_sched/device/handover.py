@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
@@ -12,7 +13,10 @@ from jaxrl_sched.device.model import ModelConfig
 
 
 class Handover:
-  """One program for all processes; what it gives is each host's own.
+  """The same programs on all processes; what they give is each host's own.
+
+  A layer at a time: XLA gathers weights beside where they are to lie, and would hold
+  all of them twice.
 
   Args:
     config: of the model that is sampled, without adapters.
@@ -23,8 +27,9 @@ class Handover:
       more than its part of a host's copy.
 
   Attributes:
-    program: of the learner's parameters; a jitted function.
-    arguments: its arguments, as shapes with shardings.
+    layer: of the learner's stacked blocks, and which; a jitted function.
+    outside: of the parameters without blocks; a jitted function.
+    arguments: of each its arguments, as shapes with shardings.
   """
 
   def __init__(
@@ -35,27 +40,41 @@ class Handover:
     model: int | None,
     apart: bool = False,
   ):
-    # Cast before they travel: half the bytes where the computation is in bfloat16.
     ready = functools.partial(model_lib.by_layer, config)
     shapes, axes = model_lib.abstract(config)
-    given = meshes.parameter_shardings(shapes, axes, mesh)
-    self.arguments = jax.tree.map(
-      lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, given
+    given = jax.tree.map(
+      lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+      shapes,
+      meshes.parameter_shardings(shapes, axes, mesh),
     )
-    self._is_global, hosts = model is None, mesh
+    self._layers, self._is_global, hosts = config.layers, model is None, mesh
     if model is not None:
       hosts = meshes.hosts_mesh(mesh, model=model, cut=apart)
-    self._at = meshes.parameter_shardings(
+    at = meshes.parameter_shardings(
       jax.eval_shape(ready, shapes),
       model_lib.by_layer_axes(config),
       hosts,
       whole=() if apart else ('embed',),
     )
-    self.program = jax.jit(ready, out_shardings=self._at)
+    # Cast before they travel: half the bytes where the computation is in bfloat16.
+    self.layer = jax.jit(
+      functools.partial(model_lib.one_layer, config), out_shardings=at['layers'][0]
+    )
+    self.outside = jax.jit(
+      functools.partial(model_lib.outside_layers, config),
+      out_shardings={name: x for name, x in at.items() if name != 'layers'},
+    )
+    index = jax.ShapeDtypeStruct((), 'int32', sharding=meshes.sharding(mesh))
+    outside = {name: x for name, x in given.items() if name != 'blocks'}
+    self.arguments = dict(layer=(given['blocks'], index), outside=(outside,))
 
   def __call__(self, parameters: Any) -> Any:
     """Float32 parameters on the learner's mesh -> what `Sampler.put` takes. A copy."""
-    found = self.program(parameters)
+    outside = {name: x for name, x in parameters.items() if name != 'blocks'}
+    found = self.outside(outside)
+    found['layers'] = [
+      self.layer(parameters['blocks'], np.int32(i)) for i in range(self._layers)
+    ]
     if self._is_global or multihost.count() == 1:
       return found
     return jax.tree.map(_of_this_host, found)

@@ -374,6 +374,17 @@ def by_layer(config: ModelConfig, parameters: dict) -> dict:
   return _per_layer(cast, config, lambda w, i: w[i])
 
 
+def one_layer(config: ModelConfig, blocks: dict, i: jax.Array) -> dict:
+  """Layer i of the stacked blocks, as `by_layer` has it."""
+  cut = jax.lax.dynamic_index_in_dim
+  return jax.tree.map(lambda w: cut(w, i, keepdims=False).astype(config.dtype), blocks)
+
+
+def outside_layers(config: ModelConfig, outside: dict) -> dict:
+  """What `by_layer` has beside the layers, of the parameters without blocks."""
+  return _cast(outside, config, 'embed', 'head')
+
+
 def by_layer_axes(config: ModelConfig) -> dict:
   """The logical axis names of what `by_layer` gives."""
   _, axes = abstract(config)

@@ -97,13 +97,13 @@ def _insert(cache, state, kv, place, seed, *, mesh):
   def chosen(new, old):
     return jnp.where(begins.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
 
-  cache = jax.tree.map(
-    lambda old, new: old.at[:, :, :length].set(
-      chosen(jnp.swapaxes(new, 1, 2)[jnp.maximum(row, 0)], old[:, :, :length])
-    ),
-    cache,
-    kv,
-  )
+  def start(old, new):  # [R, K, S, H], [P, T, K, H]
+    new = jnp.swapaxes(new, 1, 2)[jnp.maximum(row, 0)]
+    # Else XLA would choose over whole caches, and copy them.
+    new = jax.lax.optimization_barrier(chosen(new, old[:, :, :length]))
+    return jax.lax.dynamic_update_slice(old, new, (0, 0, 0, 0))
+
+  cache = jax.tree.map(start, cache, kv)
 
   def key(draw, answer):
     base = jax.random.key(seed, impl='threefry2x32')

@@ -347,7 +347,7 @@ def test_eight_devices_learn_what_one_does(tuned, found):
     )
   )
   up = eight.like()['parameters']['blocks']['mlp']['lora']['up']
-  assert tuple(up['a'].sharding.spec) == (None, 'fsdp', None)
+  assert tuple(up['a'].sharding.spec) == (None, ('fsdp', 'sequence'), None)
   assert tuple(up['b'].sharding.spec) == (None, None, 'model')
   prints = {lora.fingerprint(base, m) for m in (mesh, meshes.make_mesh())}
   assert len(prints) == 1
