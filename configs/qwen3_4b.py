@@ -3,7 +3,17 @@
     python -m jaxrl_sched.train --config=configs/qwen3_4b.py:math \\
       --workdir=gs://BUCKET/RUN
 
-@@NUMBERS@@
+What it needs on each chip, and what programs can have there, in GiB:
+
+    python -m jaxrl_sched.preflight --config=configs/qwen3_4b.py:math --topology=...
+
+    v5e:4x4   12.8 of 15.75
+    v5p:2x2x1 50.1 of 95.74
+      --config.mesh.fsdp=4 --config.learner.rows=16 --config.sampler.model=1
+      --config.sampler.slots=256
+    v6e:4x4   18.1 of 31.25
+      --config.sampler.model=2 --config.sampler.slots=128
+
 Source: arXiv 2603.04135 for pruning, 2503.14476 for the loss; data: see
         `pods.py`. Nothing here was measured on a TPU.
 """

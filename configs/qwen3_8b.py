@@ -3,7 +3,18 @@
     python -m jaxrl_sched.train --config=configs/qwen3_8b.py:math \\
       --workdir=gs://BUCKET/RUN
 
-@@NUMBERS@@
+What it needs on each chip, and what programs can have there, in GiB:
+
+    python -m jaxrl_sched.preflight --config=configs/qwen3_8b.py:math --topology=...
+
+    v5e:4x8   13.9 of 15.75
+      --config.mesh.fsdp=32 --config.learner.rows=32 --config.sampler.slots=32
+    v5p:2x2x2 60.5 of 95.74
+      --config.mesh.fsdp=8 --config.learner.rows=16 --config.sampler.model=1
+      --config.sampler.slots=256
+    v6e:4x4   24.2 of 31.25
+      --config.sampler.slots=128
+
 Source: arXiv 2603.04135 for pruning, 2503.14476 for the loss; data: see
         `pods.py`. Nothing here was measured on a TPU.
 """

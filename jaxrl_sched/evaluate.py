@@ -8,12 +8,13 @@ workdir's own config.json is used.
 """
 
 import contextlib
+import functools
 import pathlib
 import sys
 
-from jaxrl_sched import config, evaluation, models, settings, storage
+from jaxrl_sched import config, evaluation, models, storage
 from jaxrl_sched.device import multihost, together
-from jaxrl_sched.train import overrides, parser
+from jaxrl_sched.train import overrides, parser, same_config
 
 EPILOG = """\
 Settings can be overridden as for train: --config.evaluate.samples=8
@@ -43,12 +44,14 @@ def _run(arguments, changes: list[tuple[str, str]]) -> int:
     run = config.prepare(c)
     if run.evaluate is None:
       raise ValueError('config.evaluate: missing, nothing says what to evaluate on')
-    if label is not None:
-      return run, [label]
-    return run, config.checkpointed_steps(workdir, arguments.step)
+    return run, label
 
-  run, names = multihost.together(prepare, name='preparing')
-  multihost.compare('config', lambda: settings.dumps(run.c))
+  run, label = multihost.together(prepare, name='preparing')
+  same_config(run.c)
+  names = [label]
+  if label is None:
+    find = functools.partial(config.checkpointed_steps, workdir, arguments.step)
+    names = multihost.agree(find, name='steps')
   multihost.compare('the prompts', run.held_out.digest)
   with contextlib.closing(config.build_engine(run, workdir, read_only=True)) as engine:
     prompts = list(run.held_out.all())

@@ -11,12 +11,15 @@ import pathlib
 import sys
 import time
 from typing import Any
+import uuid
 
 from jaxrl_sched import config, evaluation, loop, report, settings, storage
 from jaxrl_sched.console import duration
 from jaxrl_sched.device import multihost, together
 from jaxrl_sched.metrics import NoRecorder, Recorder
 from jaxrl_sched.types import Group
+
+MARK = '.seen_by_all'  # in the workdir of several processes
 
 EPILOG = """\
 Any setting of the config can be overridden: --config.optimizer.learning_rate=1e-3
@@ -82,12 +85,13 @@ def main(argv: list[str] | None = None) -> int:
   )
   arguments, rest = command.parse_known_args(argv)
 
+  if arguments.workdir is None and not arguments.print_config:
+    command.error('the following arguments are required: --workdir')
+
   def body() -> int:
     if arguments.print_config:
       print(settings.dumps(config.read(arguments.config, overrides(rest))), end='')
       return 0
-    if arguments.workdir is None:
-      command.error('the following arguments are required: --workdir')
     complete, code = _train(arguments, overrides(rest))
     return code if complete else arguments.stopped_exit_code
 
@@ -105,13 +109,50 @@ def _train(arguments, changes: list[tuple[str, str]]) -> tuple[bool, int]:
     return run
 
   run = multihost.together(prepare, name='preparing')
-  multihost.compare('config', lambda: settings.dumps(run.c))
+  same_config(run.c)
   sets = [found for found in (run.prompts, run.held_out) if found is not None]
   multihost.compare('the prompts', lambda: ' '.join(found.digest() for found in sets))
   if not multihost.is_first():
-    return _run(run, workdir, None)
-  with settings.only_one(workdir) as home:
-    return _run(run, workdir, home)
+    see_one_workdir(workdir)
+    found = _run(run, workdir, None)
+  else:
+    with settings.only_one(workdir) as home:
+      see_one_workdir(workdir)
+      found = _run(run, workdir, home)
+  return multihost.agree(lambda: found, name='exit code')
+
+
+def same_config(c: dict[str, Any]) -> None:
+  """Whether all processes were given the same settings."""
+  for i, other in enumerate(multihost.gather(lambda: c, name='config')):
+    found = settings.differences(c, other)
+    if found:
+      raise ValueError(f'process {i} has other settings than this one: {found[0]}')
+
+
+def see_one_workdir(workdir) -> None:
+  """Whether all processes see the same folder: each writes a part of a checkpoint.
+
+  Process 0 has made it.
+  """
+  if multihost.count() == 1:
+    return
+
+  def mark() -> str:
+    text = uuid.uuid4().hex
+    (workdir / MARK).write_text(text)
+    return text
+
+  def look(text: str) -> None:
+    file = workdir / MARK
+    if not file.exists() or file.read_text() != text:
+      raise ValueError(
+        f'--workdir={workdir}: process {multihost.index()} sees another folder than '
+        'process 0, expected a shared one, or gs://'
+      )
+
+  text = multihost.agree(mark, name='workdir')
+  multihost.together(lambda: look(text), name='one workdir')
 
 
 def _run(

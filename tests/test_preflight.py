@@ -328,7 +328,7 @@ def test_the_compiler_tells_what_a_device_has():
     compiled.memory_of(preflight.topology(name, None)[0]) / 2**30
     for name in ('v5e:2x2', 'v5p:2x2x1')
   ]
-  assert told == pytest.approx([15.75, 95.74], abs=0.01)
+  assert told == pytest.approx([15.75, 95.74], abs=0.02)
 
 
 # --- the search ------------------------------------------------------------------------

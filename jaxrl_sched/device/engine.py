@@ -140,9 +140,12 @@ class DeviceEngine:
     self._publish()
 
   def agree(self, make: Callable[[], Any]) -> Any:
+    return self._agree(make, 'plan')
+
+  def _agree(self, make: Callable[[], Any], what: str) -> Any:
     self._stopping()  # whoever is asked to stop tells process 0
     stops, made = multihost.agree(
-      lambda: (self._stopping(), make()), name=f'plan {self.step}'
+      lambda: (self._stopping(), make()), name=f'{what} {self.step}'
     )
     if stops:
       raise Stopped
@@ -261,7 +264,7 @@ class DeviceEngine:
     self._jobs = [job for job in self._jobs if not is_lost(job)]
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
-    self.agree(lambda: None)
+    self._agree(lambda: None, 'evaluate')
     began = time.perf_counter()
     ones = np.ones(len(requests))
     sizes = [request.size for request in requests]

@@ -188,6 +188,8 @@ def hosts_mesh(mesh: Mesh, *, model: int, cut: bool = False) -> Mesh:
   """
   hosts = by_host(mesh.devices.flat)
   each = len(hosts[0])
+  if cut:  # samplers have other devices, and cut heads there as they like
+    model = math.gcd(model, each)
   if model < 1 or each % model:
     fitting = ', '.join(str(n) for n in range(1, each + 1) if each % n == 0)
     raise ValueError(

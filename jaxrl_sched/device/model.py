@@ -137,6 +137,17 @@ class Norm(nnx.Module):
     return _rms_norm(x, self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,)), self.eps)
 
 
+# Weights [D, N, H] are multiplied as [D, N * H], in which form samplers have them.
+
+
+def _to_heads(x, w, width):  # [..., D] -> [..., N, H]
+  return (x @ w.reshape(w.shape[0], -1)).reshape(*x.shape[:-1], -1, width)
+
+
+def _from_heads(y, w):  # [..., N, H] -> [..., D]
+  return y.reshape(*y.shape[:-2], -1) @ w.reshape(-1, w.shape[-1])
+
+
 class Attention(nnx.Module):
   def __init__(self, c: ModelConfig, rngs):
     d, n, k, h = c.d_model, c.heads, c.kv_heads, c.head_dim
@@ -159,7 +170,7 @@ class Attention(nnx.Module):
 
   def qkv(self, x, cos, sin):  # x [..., D] -> [..., N, H], [..., K, H], [..., K, H]
     q, k, v = (
-      lora.add(self.lora, name, x, jnp.einsum('...d,dnh->...nh', x, w[...]))
+      lora.add(self.lora, name, x, _to_heads(x, w[...], self.config.head_dim))
       for name, w in (('q', self.q), ('k', self.k), ('v', self.v))
     )
     if self.config.qkv_bias:
@@ -173,7 +184,7 @@ class Attention(nnx.Module):
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
   def out(self, y):  # [..., N, H] -> [..., D]
-    return lora.add(self.lora, 'o', y, jnp.einsum('...nh,nhd->...d', y, self.o[...]))
+    return lora.add(self.lora, 'o', y, _from_heads(y, self.o[...]))
 
 
 class Mlp(nnx.Module):
@@ -370,14 +381,26 @@ def by_layer(config: ModelConfig, parameters: dict) -> dict:
   Made once for each version of the weights. A decode loop is fastest unrolled, and
   would cut every layer out of the stacks, a copy of all weights, each time it starts.
   """
-  cast = _cast(parameters, config, 'blocks', 'embed', 'head')
-  return _per_layer(cast, config, lambda w, i: w[i])
+  outside = {name: value for name, value in parameters.items() if name != 'blocks'}
+  layers = [one_layer(config, parameters['blocks'], i) for i in range(config.layers)]
+  return outside_layers(config, outside) | {'layers': layers}
 
 
-def one_layer(config: ModelConfig, blocks: dict, i: jax.Array) -> dict:
-  """Layer i of the stacked blocks, as `by_layer` has it."""
-  cut = jax.lax.dynamic_index_in_dim
-  return jax.tree.map(lambda w: cut(w, i, keepdims=False).astype(config.dtype), blocks)
+def one_layer(config: ModelConfig, blocks: dict, i: int | jax.Array) -> dict:
+  """Layer i of the stacked blocks, as `by_layer` has it.
+
+  Heads and their width are one axis: a TPU, which lays the last two axes out in tiles,
+  would hold a copy of each projection in another layout beside it.
+  """
+
+  def cut(w):
+    return jax.lax.dynamic_index_in_dim(w, i, keepdims=False).astype(config.dtype)
+
+  layer = jax.tree.map(cut, blocks)
+  attn = layer['attn']
+  flat = {name: attn[name].reshape(config.d_model, -1) for name in 'qkv'}
+  flat['o'] = attn['o'].reshape(-1, config.d_model)
+  return layer | {'attn': attn | flat}
 
 
 def outside_layers(config: ModelConfig, outside: dict) -> dict:
@@ -388,19 +411,14 @@ def outside_layers(config: ModelConfig, outside: dict) -> dict:
 def by_layer_axes(config: ModelConfig) -> dict:
   """The logical axis names of what `by_layer` gives."""
   _, axes = abstract(config)
-  return _per_layer(axes, config, lambda names, _: names[1:])
-
-
-def _per_layer(tree: dict, config: ModelConfig, part) -> dict:
-  tree = dict(tree)
-  blocks = tree.pop('blocks')
-
-  def layer(i):
-    return jax.tree.map(
-      lambda leaf: part(leaf, i), blocks, is_leaf=lambda x: isinstance(x, tuple)
-    )
-
-  return tree | {'layers': [layer(i) for i in range(config.layers)]}
+  blocks = axes.pop('blocks')
+  layer = jax.tree.map(
+    lambda names: names[1:], blocks, is_leaf=lambda x: isinstance(x, tuple)
+  )
+  flat = {name: layer['attn'][name][:2] for name in 'qkv'}
+  flat['o'] = layer['attn']['o'][::2]
+  layer['attn'] |= flat
+  return axes | {'layers': [layer] * config.layers}
 
 
 def unrolled(config: ModelConfig, tree: dict) -> tuple[Decoder, list[Block]]:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,7 +30,11 @@ HEARTBEAT_S = 30
 _REASON_S = HEARTBEAT_S + 10
 _HEARD_S = 10
 _LOOK_S = 0.5
-_STATUS = re.compile(r'(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DATA_LOSS): ')
+_STATUS = re.compile(
+  r'(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED'
+  r'|FAILED_PRECONDITION|RESOURCE_EXHAUSTED): '
+)
+_LOOKS_LOST = 5  # in a row, and process 0 is gone
 
 
 def start() -> None:
@@ -116,12 +121,14 @@ class _Watch(threading.Thread):
     self._is_failing = self._is_done = False
 
   def run(self) -> None:
+    lost = 0
     while not self._is_done:
       time.sleep(_LOOK_S)
       try:
-        told = self._told()
+        told, lost = self._told(), 0
       except jax.errors.JaxRuntimeError as error:
-        if not self._is_done:
+        told, lost = None, lost + 1
+        if lost == _LOOKS_LOST and not self._is_done:
           _say(f'error: process 0, which keeps all together, is gone: {_line(error)}')
           _leave(1, None)
       if told is not None and not self._is_failing:
@@ -194,6 +201,23 @@ class Stop:
     self._store = multihost.Store('stop')
     for number in (signal.SIGTERM, signal.SIGINT):
       signal.signal(number, self._hear)
+    if multihost.count() > 1:
+      self._tell_at_once()
+
+  def _tell_at_once(self) -> None:
+    """Tells the others while this process's main thread waits for them in a barrier,
+    where `_hear` is not called."""
+    ours, signals = socket.socketpair()
+    signals.setblocking(False)
+    signal.set_wakeup_fd(signals.fileno())
+    self._signals = signals  # kept open
+
+    def listen() -> None:
+      while number := ours.recv(1):
+        if number[0] in (signal.SIGTERM, signal.SIGINT):
+          self._store.set('asked', '')
+
+    threading.Thread(target=listen, name='signals', daemon=True).start()
 
   def __call__(self) -> bool:
     if multihost.count() > 1 and not self._told:
