@@ -171,6 +171,7 @@ def _run(
     if home is not None:
       settings.write(home.folder, run.c)
       home.push()
+    stop()  # whoever is asked to stop tells process 0
     if not multihost.agree(stop, name='stop before the first step'):
       engine.warm_up(run.longest_prompt)
       say(f'Built and compiled in {duration(time.perf_counter() - began)}.')

@@ -494,9 +494,9 @@ def test_an_answer_that_maths_cannot_use_is_refused_at_load(answer):
   ids=lambda text: f'{text[:20]}... {len(text)}'.replace('\x00', '0'),
 )
 def test_odd_texts_are_wrong_and_quickly_so(text):
-  began = time.monotonic()
+  began = time.process_time()
   assert score('math', text, '1') == 0
-  assert time.monotonic() - began < 5
+  assert time.process_time() - began < 5
 
 
 def test_a_gold_answer_that_nobody_can_read_is_said_to_be_so():
