@@ -67,7 +67,24 @@ def described_model(
     known_tokens=known_ids(tokenizer),
   )
   weights.check(model.path, shape)
+  if model.hf_config is not None:
+    _check_same(model)
   return shape
+
+
+def _check_same(model: Model) -> None:
+  """What `preflight` was told of the model is what the folder says."""
+  there = hf_folder.read_config(weights.folder(model.path))
+  said, found = (
+    dataclasses.asdict(hf_config.read(raw, known_tokens=None, dtype=model.dtype))
+    for raw in (model.hf_config, there)
+  )
+  for key, value in found.items():
+    if said[key] != value:
+      raise ValueError(
+        f'config.model.hf_config: its {key} is {said[key]}, but that of {model.path} is '
+        f'{value}'
+      )
 
 
 def end_ids(model: Model, tokenizer: Tokenizer, shape: ModelConfig) -> tuple[int, ...]:
@@ -121,5 +138,5 @@ def judge_folder(c: dict[str, Any], folder: str) -> str:
   Returns:
     The name under which its results are kept.
   """
-  c['model'] |= dict(path=folder, init=None, tokenizer=None)
+  c['model'] |= dict(path=folder, init=None, tokenizer=None, hf_config=None)
   return f'hf-{pathlib.Path(folder).resolve().name}'

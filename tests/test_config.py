@@ -656,3 +656,11 @@ def test_a_table_of_pass_rates_makes_tiers(tmp_path):
       run.scheduler.take_batch(step)
       run.scheduler.close(step)
     assert seen == tiers
+
+
+def test_what_preflight_is_told_of_a_model_is_what_its_folder_says():
+  said = json.loads((MODEL / 'config.json').read_text())
+  prepared(f'model.hf_config={said}')
+  larger = said | {'intermediate_size': 2 * said['intermediate_size']}
+  with pytest.raises(ValueError, match=r'config.model.hf_config: its d_ff is \d+, but'):
+    prepared(f'model.hf_config={larger}')

@@ -9,7 +9,7 @@ import numpy as np
 import processes
 import pytest
 
-from jaxrl_sched.device import together
+from jaxrl_sched.device import multihost
 
 SMOKE = f'--config={processes.ROOT}/configs/smoke.py:all'
 TRAIN = ['-m', 'jaxrl_sched.train', SMOKE, '--config.log.tensorboard=False']
@@ -110,7 +110,7 @@ def test_on_whatever_mesh_and_processes_the_decisions_are_the_same(disturbed, al
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
       if not key.startswith(NOT_DECIDED):
-        np.testing.assert_allclose(ours[key], value, rtol=1e-4, atol=1e-5, err_msg=key)
+        np.testing.assert_allclose(ours[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
 
 
 FAILING = """
@@ -154,13 +154,11 @@ def test_what_goes_wrong_in_one_ends_all_with_its_reason(
 def test_a_broken_collective_is_no_bad_input():
   """Which a supervisor would not start again. Gloo's own words, when a peer is killed."""
   broken = 'UNKNOWN: Gloo AllGather failed: [pair.cc:538] Connection reset by peer'
-  assert together.of_runtime(ValueError(broken))
-  assert not together.of_runtime(ValueError('config.steps: 0, expected at least 1'))
+  assert multihost.of_runtime(ValueError(broken))
+  assert not multihost.of_runtime(ValueError('config.steps: 0, expected at least 1'))
 
 
 def test_a_file_that_only_one_can_read_ends_both_before_a_model_is_built(tmp_path):
-  """And a setting that differs, had it been let through, would be named."""
-  (tmp_path / 'there.jsonl').write_text('')
   whole = processes.ROOT / 'configs' / 'quickstart_model'
   of = [[f'--config.model.path={path}'] for path in (whole, tmp_path / 'none')]
   argv = [*TRAIN, f'--workdir={tmp_path}/run', *ON_EIGHT]

@@ -11,7 +11,6 @@ The manifest is written last, just before orbax commits the step by one rename.
 A step that does not agree with its manifest is damaged and is never read further.
 """
 
-from collections.abc import Iterator
 from concurrent import futures
 import contextlib
 import json
@@ -20,14 +19,14 @@ import os
 import re
 from typing import Any
 import warnings
-import zlib
 
 from etils import epath
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxrl_sched.device import mixed_state, multihost
+from jaxrl_sched import storage
+from jaxrl_sched.device import manifest, mixed_state, multihost
 
 _STEP = re.compile(r'(\d+)(\.orbax-checkpoint-tmp.*)?')
 _WHOLE = re.compile(r'0|[1-9]\d*')
@@ -66,8 +65,8 @@ class Checkpoints:
     if keep < 1:
       raise ValueError(f'keep: {keep}, expected at least 1')
     path = os.fspath(directory)
-    self._directory = epath.Path(path if '://' in path else os.path.abspath(path))
-    self._is_local = '://' not in path
+    self._is_local = not storage.is_remote(path)
+    self._directory = epath.Path(os.path.abspath(path) if self._is_local else path)
     self._keep = keep
     self._model = None if model is None else json.loads(json.dumps(model))
     self._read_only = read_only
@@ -144,7 +143,7 @@ class Checkpoints:
       text, npz = mixed_state.dump(control, 'control')
       mixed_state.check_json(pending, 'pending')
       if self._path(step).exists():
-        fault = self._fault(step)
+        fault = manifest.fault(self._path(step))
         if fault is None:
           self._add_score(step, score)
           return False
@@ -223,7 +222,9 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """The steps that are whole, ascending: committed, with every file at its size."""
-    return [step for step in self._committed() if self._fault(step) is None]
+    return [
+      step for step in self._committed() if manifest.fault(self._path(step)) is None
+    ]
 
   def wait(self) -> None:
     """Waits for the save under way. Raises RuntimeError if it failed."""
@@ -261,64 +262,12 @@ class Checkpoints:
     path = self._checkpointer.get_temporary_path(self._path(step)).get()
     for name, content in self._small.items():
       (path / name).write_bytes(content)
-    files = [*_files(path / 'state'), *(path / name for name in self._small)]
-    sizes = {
-      file.relative_to(path).as_posix(): self._measure(file) for file in sorted(files)
-    }
-    self._write_manifest(path / 'manifest.json', {**self._manifest, 'files': sizes})
-
-  def _write_manifest(self, file: epath.Path, manifest: dict[str, Any]) -> None:
-    body = json.dumps(manifest)
-    crc = zlib.crc32(body.encode())
-    file.write_text(f'{{"crc": {crc}, "manifest":\n{body}}}\n')
-    self._sync(file)
+    manifest.write(path, self._manifest, ['state', *self._small])
 
   def _add_score(self, step: int, score: float | None) -> None:
     """A step saved before it was evaluated gets its score when that is known."""
-    manifest = self._read_manifest(step)
-    if score is None or manifest['score'] is not None:
-      return
-    half = self._path(step) / 'manifest.json.half'
-    self._write_manifest(half, {**manifest, 'score': float(score)})
-    half.replace(self._path(step) / 'manifest.json')
-
-  def _measure(self, file: epath.Path) -> list[int]:
-    """[size] or [size, checksum]: an object store checks its own bytes."""
-    size = file.stat().length
-    if not self._is_local:
-      return [size]
-    self._sync(file)
-    return [size, _crc(file)]
-
-  def _sync(self, file: epath.Path) -> None:
-    """The rename must not reach the disk before what it commits."""
-    if self._is_local:
-      with file.open('rb') as f:
-        os.fsync(f.fileno())
-
-  def _read_manifest(self, step: int) -> dict[str, Any]:
-    """Raises ValueError or OSError when it is not as it was written."""
-    text = (self._path(step) / 'manifest.json').read_text()
-    body = text[text.index('\n') + 1 : -2]
-    if json.loads(text)['crc'] != zlib.crc32(body.encode()):
-      raise ValueError('it has changed')
-    return json.loads(body)
-
-  def _fault(self, step: int, *, deep: bool = False) -> str | None:
-    """What is wrong with a committed step; `deep` reads every file through."""
-    try:
-      files = self._read_manifest(step)['files']
-    except (ValueError, KeyError, TypeError, OSError) as error:
-      return f'manifest.json cannot be read ({type(error).__name__}: {error})'
-    for name, (size, *crc) in files.items():
-      file = self._path(step) / name
-      if not file.exists():
-        return f'{name} is missing'
-      if file.stat().length != size:
-        return f'{name} has {file.stat().length} bytes, expected {size}'
-      if deep and crc and _crc(file) != crc[0]:
-        return f'{name} has changed since it was written'
-    return None
+    if score is not None and manifest.read(self._path(step))['score'] is None:
+      manifest.change(self._path(step), score=float(score))
 
   def _choose(
     self, step: int | None, wanted: dict[str, Any], partly: bool
@@ -329,7 +278,7 @@ class Checkpoints:
       there = ', '.join(map(str, committed)) or 'none'
       raise ValueError(f'No checkpoint {self._path(step)}; there are: {there}')
     for candidate in [step] if step is not None else reversed(committed):
-      fault = self._fault(candidate, deep=True)
+      fault = manifest.fault(self._path(candidate), deep=True)
       if fault is None:
         self._check_fits(candidate, wanted, partly)
         path = self._path(candidate)
@@ -346,14 +295,14 @@ class Checkpoints:
     return None
 
   def _check_fits(self, step: int, wanted: dict[str, Any], partly: bool) -> None:
-    manifest = self._read_manifest(step)
+    about = manifest.read(self._path(step))
     if self._model is not None:
-      differing = _differences(_by_name(manifest['model'] or {}), _by_name(self._model))
+      differing = _differences(_by_name(about['model'] or {}), _by_name(self._model))
       if differing:
         raise ValueError(
           f'Checkpoint {self._path(step)} is of another model: {differing}'
         )
-    saved = manifest['arrays']
+    saved = about['arrays']
     if partly:
       saved = {name: shape for name, shape in saved.items() if name in wanted}
     differing = _differences(saved, _shapes(wanted))
@@ -390,7 +339,7 @@ class Checkpoints:
   def _superseded(self) -> list[int]:
     """The steps that neither newness nor score keeps."""
     steps = self.steps()
-    scores = {step: self._read_manifest(step)['score'] for step in steps}
+    scores = {step: manifest.read(self._path(step))['score'] for step in steps}
     scored = [step for step in steps if scores[step] is not None]
     kept = set()
     if scored and self._keep > 1:
@@ -426,22 +375,6 @@ class Checkpoints:
 
 def _line(error: Exception) -> str:
   return ' '.join(str(error).split())[:300]
-
-
-def _files(directory: epath.Path) -> Iterator[epath.Path]:
-  for path in directory.iterdir():
-    if path.is_dir():
-      yield from _files(path)
-    else:
-      yield path
-
-
-def _crc(file: epath.Path) -> int:
-  crc = 0
-  with file.open('rb') as f:
-    while block := f.read(1 << 20):
-      crc = zlib.crc32(block, crc)
-  return crc
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

@@ -53,11 +53,6 @@ class Program:
   collectives: dict[str, tuple[int, int]]
   seconds: float
 
-  @property
-  def beside_arguments(self) -> int:
-    """What it needs while it runs, beside the arguments it is called with."""
-    return self.outputs + self.temporaries + self.code
-
 
 def compile_program(program: Any, arguments: tuple, *, trips: int = 1) -> Program:
   """Compiles a jitted function.

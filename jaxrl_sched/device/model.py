@@ -286,7 +286,7 @@ class Decoder(nnx.Module):
       kept.append(kv)
     return tuple(kept)
 
-  def step(self, layers, tokens, positions, cache, *, used: int, mesh=None):
+  def step(self, layers, tokens, positions, cache, *, used: int):
     """One token in each slot.
 
     Args:
@@ -295,16 +295,12 @@ class Decoder(nnx.Module):
       positions: [R] int32, where the token's k and v go; S or more: nowhere.
       cache: L pairs of k and v, each [R, K, S, H].
       used: no slot's position reaches this; the cache is read up to it.
-      mesh: over which slots are spread.
 
     Returns:
       hidden [R, D] and the cache.
     """
-    # Else what is done with the logits, whose slots may be cut finer, would decide how
-    # slots lie here, and be mended by a few small collectives in every layer.
-    tokens, positions = (_to_slots(y, mesh) for y in (tokens, positions))
     cos, sin = rotation(positions, self.config)
-    x, new = _to_slots(self.embedded(tokens), mesh), []
+    x, new = self.embedded(tokens), []
     for block, (k_cache, v_cache) in zip(layers, cache, strict=True):
 
       def attend(q, k, v, k_cache=k_cache, v_cache=v_cache):
@@ -313,7 +309,7 @@ class Decoder(nnx.Module):
 
       x, kept = block(x, cos, sin, attend)
       new.append(kept)
-    return _to_slots(self.norm(x), mesh), tuple(new)
+    return self.norm(x), tuple(new)
 
   def head_weight(self):  # [V, D]
     return self.embed[...] if self.config.tied else self.head[...]

@@ -18,6 +18,10 @@ import numpy as np
 TIMEOUT_S = (
   1800.0  # a slow host may be a whole rollout behind; an absent one is an error
 )
+_STATUS = re.compile(
+  r'(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED'
+  r'|FAILED_PRECONDITION|RESOURCE_EXHAUSTED): '
+)
 _PIECE = 1 << 18  # bytes; all travels in pieces of this one shape, compiled once
 
 
@@ -56,6 +60,16 @@ def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
       f'Barrier {name!r}: absent after {timeout_s:g} s: process {who}'
       f' (this is process {jax.process_index()} of {jax.process_count()})'
     ) from error
+
+
+def of_runtime(error: BaseException) -> bool:
+  """Whether it was not raised by us: a collective that broke, say.
+
+  Some come as ValueError, and are known by the status that they begin with.
+  """
+  if isinstance(error, jax.errors.JaxRuntimeError | TimeoutError):
+    return True
+  return type(error) is ValueError and _STATUS.match(str(error)) is not None
 
 
 class Store:
@@ -156,7 +170,8 @@ def _attempt(make: Callable[[], Any]) -> tuple[bytes, Exception | None]:
   try:
     return pickle.dumps((make(), None)), None
   except Exception as error:  # not swallowed: `_values` raises it on all processes
-    wrong = (isinstance(error, ValueError), f'{type(error).__name__}: {error}')
+    is_bad_input = isinstance(error, ValueError) and not of_runtime(error)
+    wrong = (is_bad_input, f'{type(error).__name__}: {error}')
     return pickle.dumps((None, wrong)), error
 
 

@@ -14,7 +14,7 @@ from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.rollout import Rollout
-from jaxrl_sched.device.slots import MAX_STOP_IDS, Slots
+from jaxrl_sched.device.slots import MAX_STOP_IDS, Programs, Slots
 from jaxrl_sched.host import relief
 from jaxrl_sched.types import Completion, Request, Share
 
@@ -27,7 +27,7 @@ class Sampler:
     slots: R, answers decoded at once.
     cache_length: S; prompt and answer together must fit.
     chunk: decode steps between two looks of the host.
-    mesh: slots are spread over data x fsdp, heads over model.
+    mesh: slots are spread over all its axes but model, heads over that.
     seed: of the noise.
     prefill_rows: prompts prefilled together.
     detokenize: ids -> text, needed for stop strings only.
@@ -53,8 +53,9 @@ class Sampler:
     for name, value in dict(slots=slots, prefill_rows=prefill_rows).items():
       if value < 1 or value % meshes.size(mesh, 'slots'):
         parts = meshes.size(mesh, 'slots')
+        axes = ' * '.join(meshes.mesh_axes('slots'))
         raise ValueError(
-          f'sampler.{name}: {value}, expected a multiple of data * fsdp = {parts}'
+          f'sampler.{name}: {value}, expected a multiple of {axes} = {parts}'
         )
     if chunk < 1 or cache_length < 2:
       raise ValueError(
@@ -66,21 +67,16 @@ class Sampler:
     self.detokenize = detokenize
     ready = functools.partial(model_lib.by_layer, config)
     self._ready = jax.jit(ready)  # always a copy: a learner gives its own arrays away
-    self._weights_at = meshes.parameter_shardings(
-      jax.eval_shape(ready, model_lib.abstract(config)[0]),
-      model_lib.by_layer_axes(config),
-      mesh,
-      whole=('embed',),
-    )
-    self._slots = Slots(
+    programs = Programs(
       config,
       slots,
       cache_length=cache_length,
       chunk=chunk,
       mesh=mesh,
-      seed=seed,
       prefill_rows=prefill_rows,
     )
+    self._weights_at = jax.tree.map(lambda x: x.sharding, programs.weights)
+    self._slots = Slots(programs, seed=seed)
     self._weights = {}  # version -> what `by_layer` gives
     self._rollout: Rollout | None = None
     if parameters is not None:

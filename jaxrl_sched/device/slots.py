@@ -225,7 +225,7 @@ class Programs:
 
   Holds no arrays, so that it can be compiled for devices that are not there.
 
-  Args: as of `Slots`.
+  Args: as of `Sampler`.
 
   Attributes:
     prefill, insert, decode, retire, wipe: jitted; the functions above. All but the
@@ -244,7 +244,8 @@ class Programs:
     mesh: jax.sharding.Mesh,
     prefill_rows: int,
   ):
-    self.count, self.cache_length, self.prefill_rows = count, cache_length, prefill_rows
+    self.count, self.cache_length = count, cache_length
+    self.chunk, self.prefill_rows = chunk, prefill_rows
     whole, per_slot = meshes.sharding(mesh), meshes.sharding(mesh, 'slots')
     cache_at = meshes.sharding(mesh, 'slots', 'kv_heads', None, None)
     kv_at = meshes.sharding(mesh, 'slots', None, 'kv_heads', None)
@@ -325,28 +326,11 @@ class Slots:
   Nothing here waits for the device but `read`.
   """
 
-  def __init__(
-    self,
-    config: ModelConfig,
-    count: int,
-    *,
-    cache_length: int,
-    chunk: int,
-    mesh,
-    seed: int,
-    prefill_rows: int,
-  ):
-    self.count, self.cache_length, self.chunk = count, cache_length, chunk
-    self.prefill_rows, self._seed = prefill_rows, np.uint32(seed)
-    self.programs = Programs(
-      config,
-      count,
-      cache_length=cache_length,
-      chunk=chunk,
-      mesh=mesh,
-      prefill_rows=prefill_rows,
-    )
-    self._cache = self.programs.empty()
+  def __init__(self, programs: Programs, *, seed: int):
+    self.programs, self._seed = programs, np.uint32(seed)
+    self.count, self.cache_length = programs.count, programs.cache_length
+    self.chunk, self.prefill_rows = programs.chunk, programs.prefill_rows
+    self._cache = programs.empty()
     self.reset()
 
   def reset(self) -> None:

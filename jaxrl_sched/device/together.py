@@ -7,7 +7,6 @@ collective too, goes through the key-value store of JAX's coordination service.
 from collections.abc import Callable
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -30,10 +29,6 @@ HEARTBEAT_S = 30
 _REASON_S = HEARTBEAT_S + 10
 _HEARD_S = 10
 _LOOK_S = 0.5
-_STATUS = re.compile(
-  r'(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED'
-  r'|FAILED_PRECONDITION|RESOURCE_EXHAUSTED): '
-)
 _LOOKS_LOST = 5  # in a row, and process 0 is gone
 
 
@@ -102,16 +97,6 @@ def run(body: Callable[[], int]) -> int:
   return code
 
 
-def of_runtime(error: BaseException) -> bool:
-  """Whether it was not raised by us: a collective that broke, say.
-
-  Some come as ValueError, and are known by the status that they begin with.
-  """
-  if isinstance(error, jax.errors.JaxRuntimeError | TimeoutError):
-    return True
-  return type(error) is ValueError and _STATUS.match(str(error)) is not None
-
-
 class _Watch(threading.Thread):
   """Hears of other processes' failures, and ends this one."""
 
@@ -139,13 +124,14 @@ class _Watch(threading.Thread):
 
   def fail(self, error: BaseException) -> None:
     """Tells the others and ends this process."""
-    if of_runtime(error):  # perhaps for another's failure: that one is to be heard
+    if multihost.of_runtime(error):
+      # Perhaps for another's failure, and that one is to be heard.
       _say(f'{_line(error)}; looking for what has failed elsewhere')
       until = time.monotonic() + _REASON_S
       while time.monotonic() < until:
         time.sleep(_LOOK_S)  # in which the watch may end this process
     self._is_failing = True
-    code = 2 if isinstance(error, ValueError) and not of_runtime(error) else 1
+    code = 2 if isinstance(error, ValueError) and not multihost.of_runtime(error) else 1
     if isinstance(error, (ValueError, *FAILURES)):
       _say(f'error: {error}')
     else:

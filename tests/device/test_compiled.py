@@ -280,9 +280,8 @@ def test_shapes_are_those_of_training(programs, mesh):
     optimizer=dict(learning_rate=1e-3, steps=9),
     loss=learning.Loss(),
   )
-  held = slots.Slots(
-    toys.CONFIG, 8, cache_length=64, chunk=4, mesh=mesh, seed=0, prefill_rows=4
-  )
+  how = dict(cache_length=64, chunk=4, mesh=mesh, prefill_rows=4)
+  held = slots.Slots(slots.Programs(toys.CONFIG, 8, **how), seed=0)
 
   def same(shape, array):
     assert (shape.shape, shape.dtype) == (array.shape, array.dtype)

@@ -906,7 +906,10 @@ def test_settings_that_do_not_fit_are_refused(parameters):
     return Sampler(parameters, toys.CONFIG, **how)
 
   for change, complaint in [
-    (dict(slots=6), r'sampler.slots: 6, expected a multiple of data \* fsdp = 4'),
+    (
+      dict(slots=6),
+      r'sampler.slots: 6, expected a multiple of data \* fsdp \* sequence = 4',
+    ),
     (dict(slots=0), 'sampler.slots: 0'),
     (dict(prefill_rows=2), 'sampler.prefill_rows: 2'),
     (dict(chunk=0), 'chunk=0'),
