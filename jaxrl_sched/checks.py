@@ -75,7 +75,7 @@ def check_numbers(c: dict[str, Any], *, hosts: int = 1) -> None:
   need(chunk >= 1, 'sampler.chunk', chunk, 'at least 1')
   _check_choices(c, need)
   _check_controllers(c, need)
-  _check_asp(c, need)
+  _check_asp(c, need, hosts)
 
 
 def _check_controllers(c: dict[str, Any], need: Callable) -> None:
@@ -172,8 +172,9 @@ def _check_meshes(c: dict[str, Any], need: Callable, hosts: int) -> None:
     need(value >= 1 and value % parts == 0, f'learner.{name}', value, multiple)
 
 
-def _check_asp(c: dict[str, Any], need: Callable) -> None:
+def _check_asp(c: dict[str, Any], need: Callable, hosts: int) -> None:
   """How far sampling runs ahead, and how it is spread."""
+  engine_hosts = hosts if c['sampler']['mesh'] == 'local' else 1
   with named('config.'):
     asp = Asp(**c['asp'])
   if c['teacher'] is not None:
@@ -186,6 +187,10 @@ def _check_asp(c: dict[str, Any], need: Callable) -> None:
   need(asp.pause_after < most, 'asp.pause_after', asp.pause_after, expected)
   average = c['loss']['averaging'] or AVERAGING[c['loss']['kind']]
   if asp.window > 1:
+    # Others hang on how many engines there are: not the same run on other hosts.
+    expected = "'shuffled' with a window on several hosts"
+    good = asp.order == 'shuffled' or engine_hosts == 1
+    need(good, 'asp.order', asp.order, expected)
     # Bundles are alike in length: a token of a short one would count for more.
     expected = "'group', 'sequence' or 'constant' with asp.window above 1"
     need(average != 'token', 'loss.averaging', average, expected)

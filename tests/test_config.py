@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl_sched import config, settings, train
+from jaxrl_sched import checks, config, settings, train
 from jaxrl_sched.device.tokenizers import build_byte_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -656,6 +656,18 @@ def test_a_table_of_pass_rates_makes_tiers(tmp_path):
       run.scheduler.take_batch(step)
       run.scheduler.close(step)
     assert seen == tiers
+
+
+def test_orders_that_hang_on_the_number_of_engines_are_for_one_host():
+  """Else a run would not go on as it was on another number of hosts."""
+  window = [('asp.window', '4'), ('lengths', '{}'), ('loss.averaging', 'group')]
+  c = config.read(SMOKE, [*window, ('asp.order', 'auto'), ('asp.train_cost', '0.1')])
+  c['mesh'] |= dict(data=2)
+  checks.check_numbers(c, hosts=1)
+  with pytest.raises(ValueError, match="config.asp.order: 'auto', expected 'shuffled'"):
+    checks.check_numbers(c, hosts=2)
+  c['asp']['order'] = 'shuffled'
+  checks.check_numbers(c, hosts=2)
 
 
 def test_what_preflight_is_told_of_a_model_is_what_its_folder_says():
