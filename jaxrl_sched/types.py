@@ -1,15 +1,50 @@
 """The records that pass between stages. Frozen; numpy fields, shapes beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any, NewType
 
 import numpy as np
 
-SAME = 1e-6  # verdicts this close are equal
+# Verdicts this close are equal, as a share of the largest that there may be. They are
+# float32, in which 50.1 is 50.09999847.
+SAME = 1e-6
+LARGEST = 1e30  # size of a reward: float32 holds its sums
 
 Unbounded = NewType('Unbounded', float)  # a setting that may be math.inf
+
+
+def tolerance(best: Any, worst: Any) -> np.ndarray:
+  """How far apart verdicts may be and still be equal.
+
+  Args:
+    best, worst: what the verifier declares, numbers or arrays; best None or NaN: it
+      declares no maximum.
+  """
+  best = np.asarray(best, np.float64)
+  return SAME * np.fmax(np.abs(np.where(np.isnan(best), 1.0, best)), np.abs(worst))
+
+
+def passes(verdicts: Any, best: Any, worst: Any) -> np.ndarray:
+  """Whether each verdict is its verifier's maximum, or 1 where it declares none.
+
+  The one place where that is decided. Arguments as of `tolerance`; they broadcast.
+  """
+  best = np.asarray(best, np.float64)
+  least = np.where(np.isnan(best), 1.0, best) - tolerance(best, worst)
+  return np.asarray(verdicts, np.float64) >= least
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reward:
+  """A verifier, what it declares, and what it counts for among others."""
+
+  name: str = ''  # among the rewards of a dataset; '' of a single one
+  verifier: str  # a name in host/rewards.py, or 'module:function'
+  weight: float = 1.0
+  max_reward: float | None = 1.0  # before weighting; None: it declares no maximum
+  min_reward: float = 0.0  # and what a fault scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +60,19 @@ class Prompt:
   solution: str | None = None  # a reference answer's text, for warm starts
   reward: str = ''  # the verifier: a name in host/rewards.py, or 'module:function'
   max_reward: float | None = 1.0  # None: the verifier declares no maximum
+  min_reward: float = 0.0
+  # Several rewards, of which the first says whether an answer is right. The two bounds
+  # above are then those of their weighted sum, and `reward` is ''.
+  rewards: tuple[Reward, ...] = ()
   meta: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def graded_by(self) -> tuple[Reward, ...]:
+    """Its rewards, of which there is one at least."""
+    alone = Reward(
+      verifier=self.reward, max_reward=self.max_reward, min_reward=self.min_reward
+    )
+    return self.rewards or (alone,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,11 +166,13 @@ class Group:
 
   request: Request
   completions: tuple[Completion, ...]  # G of them, in answer order
-  verdicts: np.ndarray  # [G] float32, the verifier's word, before shaping
+  # [G] float32, the verifier's word, or the weighted sum of several; before shaping
+  verdicts: np.ndarray
   rewards: np.ndarray  # [G] float32, after shaping: what advantages are made of
-  faults: tuple[
-    str | None, ...
-  ] = ()  # [G] why a verdict is 0: 'timeout', 'raised', ...
+  # [G] why there is no verdict, so that it is the lowest: 'timeout', 'raised', ...
+  faults: tuple[str | None, ...] = ()
+  # Name -> [G] float32, before weighting, where the prompt has several rewards.
+  components: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
   spares: tuple[int, ...] = ()  # tokens of answers that were sampled and not kept
 
   @property
@@ -154,10 +203,19 @@ class Group:
   def is_paused(self) -> bool:  # some answer goes on in a later bundle
     return any(c.finish == 'paused' for c in self.completions)
 
+  @property
+  def deciding(self) -> tuple[np.ndarray, float | None, float]:
+    """Verdicts [G] that say whether answers are right, and the best and worst there are:
+    the first reward's where there are several."""
+    prompt = self.request.prompt
+    if not self.components:
+      return self.verdicts, prompt.max_reward, prompt.min_reward
+    first = prompt.rewards[0]
+    return self.components[first.name], first.max_reward, first.min_reward
+
   @functools.cached_property
-  def passed(self) -> np.ndarray:  # [G] bool, the verdict is the verifier's maximum
-    best = self.request.prompt.max_reward
-    return self.verdicts >= (1.0 if best is None else best) - SAME
+  def passed(self) -> np.ndarray:  # [G] bool
+    return passes(*self.deciding)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

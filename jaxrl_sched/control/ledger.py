@@ -13,8 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.control.snooze_rules import KINDS, verdict_classes
-from jaxrl_sched.types import SAME, Completion, Group, Prompt, Relief, Request, Sampling
+from jaxrl_sched.control.snooze_rules import KINDS, columns, verdict_classes
+from jaxrl_sched.types import (
+  Completion,
+  Group,
+  Prompt,
+  Relief,
+  Request,
+  Sampling,
+  passes,
+)
 
 FATES = ('trained', 'pruned', 'filtered', 'dropped')  # and until one of them, pending
 # Why groups are filtered, and why they are dropped.
@@ -37,11 +45,7 @@ def kinds(groups: Sequence[Group]) -> list[str]:
   """'useful' where verdicts differ within a group, else one of FILTERED."""
   found = ['constant'] * len(groups)  # no answer says nothing
   some = [i for i, group in enumerate(groups) if group.size]
-  classes = verdict_classes(
-    [groups[i].verdicts for i in some],
-    [groups[i].request.prompt.max_reward for i in some],
-    [0.0] * len(some),
-  )
+  classes = verdict_classes(**columns([groups[i] for i in some]))
   for i, place in zip(some, classes.tolist(), strict=True):
     found[i] = KINDS[place]
   return found
@@ -56,14 +60,13 @@ def taken(group: Group, keep: np.ndarray, used: np.ndarray) -> Entry:
 
 
 def pass_rates(groups: Sequence[Group]) -> np.ndarray:  # [n] float64
-  """The share of answers with the verifier's maximum; 0 for a group without answers."""
+  """The share of answers that passed; 0 for a group without answers."""
   found = np.zeros(len(groups))
   some = [i for i, group in enumerate(groups) if group.size]
   if some:
-    flat, starts, sizes = _flat([groups[i].verdicts for i in some])
-    best = [groups[i].request.prompt.max_reward for i in some]
-    best = np.array([1.0 if x is None else x for x in best])
-    passed = flat >= np.repeat(best - SAME, sizes)
+    verdicts, *bounds = zip(*(groups[i].deciding for i in some), strict=True)
+    flat, starts, sizes = _flat(verdicts)
+    passed = passes(flat, *(np.repeat(np.array(b, float), sizes) for b in bounds))
     found[some] = np.add.reduceat(passed.astype(np.int64), starts) / sizes
   return found
 
@@ -129,7 +132,21 @@ def averages(seen: Sequence[Group]) -> dict[str, float]:
   datasets = np.array([group.request.prompt.dataset for group in seen])
   for name in sorted(set(datasets.tolist())):
     found[f'pass_rate/{name}'] = float(passed[datasets == name].mean())
-  return found
+  return found | components(seen)
+
+
+def components(groups: Sequence[Group]) -> dict[str, float]:
+  """'reward/<dataset>/<name>': the mean of each of several rewards, before weighting.
+
+  Args:
+    groups: none of them without answers.
+  """
+  means: dict[str, list[float]] = {}
+  for group in groups:
+    for name, values in group.components.items():
+      key = f'reward/{group.request.prompt.dataset}/{name}'
+      means.setdefault(key, []).append(float(values.mean()))
+  return {key: float(np.mean(values)) for key, values in sorted(means.items())}
 
 
 def relief(sampled: Sequence[Group], how: Relief) -> dict[str, float]:
@@ -219,6 +236,8 @@ def line(entry: Entry) -> dict[str, Any]:
     'reason': entry.reason,
     'weights': None if entry.keep is None else (entry.keep * entry.used).tolist(),
   }
+  if group.components:
+    found['components'] = _lists(group.components)
   if group.spares:
     found['spares'] = list(group.spares)
   if any(earlier := group.earlier):
@@ -226,6 +245,10 @@ def line(entry: Entry) -> dict[str, Any]:
   if group.request.round:
     found['round'] = group.request.round
   return found
+
+
+def _lists(components: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
+  return {name: values.tolist() for name, values in components.items()}
 
 
 def _rounded(predicted: float | None) -> float | None:
@@ -251,6 +274,7 @@ def pack(group: Group) -> dict[str, Any]:
     'verdicts': group.verdicts.tolist(),
     'rewards': group.rewards.tolist(),
     'faults': list(group.faults),
+    'components': _lists(group.components),
     'completions': [_pack_completion(c) for c in group.completions],
     'begun': [_pack_completion(c) for c in request.begun],
   }
@@ -283,15 +307,23 @@ def unpack(packed: dict[str, Any], prompt: Prompt, sampling: Sampling) -> Group:
   """What `pack` was given.
 
   Raises:
-    ValueError: `prompt` is another one than was packed.
+    ValueError: `prompt` is another one than was packed, or has other rewards.
   """
   if prompt.id != packed['prompt_id']:
     raise ValueError(
       f'prompt {packed["index"]} of {packed["dataset"]!r} was {packed["prompt_id"]!r} '
       f'when this run began, now it is {prompt.id!r}'
     )
-  numbers = [packed['weight'], *packed['verdicts'], *packed['rewards']]
-  if len(packed['completions']) != len(packed['verdicts']):
+  components = packed.get('components', {})
+  if list(components) != [r.name for r in prompt.rewards]:
+    raise ValueError(
+      f'carried group of draw {packed["draw"]}: rewards {list(components)}, expected '
+      f'{[reward.name for reward in prompt.rewards]}'
+    )
+  parts = [value for values in components.values() for value in values]
+  numbers = [packed['weight'], *packed['verdicts'], *packed['rewards'], *parts]
+  each = [packed['verdicts'], *components.values()]
+  if any(len(packed['completions']) != len(values) for values in each):
     raise ValueError(
       f'carried group of draw {packed["draw"]}: answers without verdicts'
     )
@@ -321,5 +353,6 @@ def unpack(packed: dict[str, Any], prompt: Prompt, sampling: Sampling) -> Group:
     verdicts=np.array(packed['verdicts'], np.float32),
     rewards=np.array(packed['rewards'], np.float32),
     faults=tuple(packed['faults']),
+    components={k: np.array(v, np.float32) for k, v in components.items()},
     spares=tuple(packed['spares']),
   )

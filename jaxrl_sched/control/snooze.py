@@ -24,6 +24,7 @@ from jaxrl_sched.control.quotas import (
 from jaxrl_sched.control.sleepers import ACTIVE, FOREVER, PROBE, SNOOZED
 from jaxrl_sched.control.snooze_rules import (
   USEFUL,
+  Columns,
   Naps,
   delay,
   verdict_class,
@@ -235,11 +236,13 @@ class Snooze:
     draws: Sequence[int],
     drawn_passes: Sequence[int],
     min_rewards: Sequence[float] | None = None,
+    deciding: Columns | None = None,
     even_late: bool = False,
   ) -> None:
     """`observe` of many results, in draw order; much faster.
 
     Args:
+      deciding: see `verdict_classes`.
       even_late: also those count that are late or come twice.
     """
     of = self._dataset(dataset)
@@ -250,24 +253,26 @@ class Snooze:
       raise ValueError(f'dataset {dataset!r}: results of different number')
     if draws.max(initial=-1) >= FOREVER:
       raise ValueError(f'draw {draws.max()}, expected less than {FOREVER}')
-    kinds = self._kinds(verdicts, sizes, max_rewards, min_rewards)
+    kinds = self._kinds(sizes, deciding, verdicts, max_rewards, min_rewards)
     results = indices, kinds, sizes, draws, drawn
     for now in visits(indices):  # a prompt's results one after another
       self._apply(of, *(column[now] for column in results), even_late)
     of.forget_ahead()
 
-  def _kinds(self, verdicts, sizes, max_rewards, min_rewards) -> np.ndarray:
+  def _kinds(self, sizes, deciding, verdicts, max_rewards, min_rewards) -> np.ndarray:
     """Of each group; for one that says nothing any."""
     if min_rewards is None:
       min_rewards = [0.0] * len(sizes)
     columns, telling = (verdicts, max_rewards, min_rewards), sizes >= 2
     if telling.all():
-      kinds = verdict_classes(*columns)
+      kinds = verdict_classes(*columns, deciding)
     else:
       kinds, those = np.zeros(len(sizes), np.int8), np.flatnonzero(telling)
-      kinds[those] = verdict_classes(*([of[i] for i in those] for of in columns))
+      some = [[[of[i] for i in those] for of in c] for c in (columns, deciding or ())]
+      kinds[those] = verdict_classes(*some[0], tuple(some[1]) or None)
     # Without a maximum no prompt sleeps, be it as hard as can be.
-    kinds[[best is None for best in max_rewards]] = USEFUL
+    bests = max_rewards if deciding is None else deciding[1]
+    kinds[[best is None for best in bests]] = USEFUL
     return kinds
 
   def _apply(self, of, indices, kinds, sizes, draws, drawn, even_late) -> None:

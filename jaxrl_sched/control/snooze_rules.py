@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.types import SAME
+from jaxrl_sched.types import Group, tolerance
 
 SMALL_GROUP = 4  # up to here one full group is weak evidence: it takes two in a row
 LONGEST_STREAK = 2  # of full groups: a longer one says no more
@@ -15,6 +15,11 @@ DEEPEST_LEVEL = 2**16 - 1
 
 KINDS = ('useful', 'constant', 'hard', 'easy')
 USEFUL, CONSTANT, HARD, EASY = range(len(KINDS))
+
+# Of several groups: verdicts, [G] each, and the best and the worst that there may be.
+Columns = tuple[
+  Sequence[Sequence[float] | np.ndarray], Sequence[float | None], Sequence[float]
+]
 
 
 def delay(
@@ -44,8 +49,14 @@ def verdict_classes(
   verdicts: Sequence[Sequence[float] | np.ndarray],  # [G] each
   max_rewards: Sequence[float | None],
   min_rewards: Sequence[float],
+  deciding: Columns | None = None,
 ) -> np.ndarray:
-  """`verdict_class` of many groups, as places in KINDS: [groups] int8."""
+  """`verdict_class` of many groups, as places in KINDS: [groups] int8.
+
+  Args:
+    deciding: other verdicts, with their bounds, which say whether answers that are
+      worth the same are the best or the worst.
+  """
   arrays = [np.asarray(group) for group in verdicts]
   sizes = np.array([len(array) for array in arrays], np.int64)
   flat = np.concatenate(arrays, dtype=np.float64) if arrays else np.empty(0)
@@ -56,17 +67,34 @@ def verdict_classes(
     return np.empty(0, np.int8)
   best = np.array(max_rewards, np.float64)  # None: NaN, which nothing is near to
   worst = np.array(min_rewards, np.float64)
-  # Where verdicts are float32 the bounds went through it too.
-  narrow = np.array([array.dtype == np.float32 for array in arrays])
-  best = np.where(narrow, best.astype(np.float32), best)
-  worst = np.where(narrow, worst.astype(np.float32), worst)
   starts = np.cumsum(sizes) - sizes
-  spread = np.maximum.reduceat(flat, starts) - np.minimum.reduceat(flat, starts)
+  lowest, highest = np.minimum.reduceat(flat, starts), np.maximum.reduceat(flat, starts)
+  differ = highest - lowest > tolerance(best, worst)
+  if deciding is not None:
+    flat = np.concatenate([np.asarray(group) for group in deciding[0]], dtype=np.float64)
+    best = np.array(deciding[1], np.float64)
+    worst = np.array(deciding[2], np.float64)
+    lowest = np.minimum.reduceat(flat, starts)
+    highest = np.maximum.reduceat(flat, starts)
   kinds = np.full(len(arrays), CONSTANT, np.int8)
-  kinds[np.abs(flat[starts] - worst) <= SAME] = HARD
-  kinds[np.abs(flat[starts] - best) <= SAME] = EASY
-  kinds[spread > SAME] = USEFUL
+  near = tolerance(best, worst)
+  for bound, kind in ((worst, HARD), (best, EASY)):
+    kinds[(lowest >= bound - near) & (highest <= bound + near)] = kind
+  kinds[differ] = USEFUL
   return kinds
+
+
+def columns(groups: Sequence[Group]) -> dict[str, Any]:
+  """Of these groups, the arguments of `verdict_classes`."""
+  prompts = [group.request.prompt for group in groups]
+  found = dict(
+    verdicts=[group.verdicts for group in groups],
+    max_rewards=[prompt.max_reward for prompt in prompts],
+    min_rewards=[prompt.min_reward for prompt in prompts],
+  )
+  if any(group.components for group in groups):
+    found['deciding'] = tuple(zip(*(g.deciding for g in groups), strict=True))
+  return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.difficulty import Tiers
 from jaxrl_sched.control.quotas import split
 from jaxrl_sched.control.snooze import Snooze
+from jaxrl_sched.control.snooze_rules import columns
 from jaxrl_sched.types import Group, Prompt
 
 
@@ -125,8 +126,7 @@ class Source:
     self._snooze.observe_many(
       stream,
       places,
-      [group.verdicts for group in groups],
-      [request.prompt.max_reward for request in requests],
+      **columns(groups),
       draws=[request.draw for request in requests],
       drawn_passes=[request.dataset_pass for request in requests],
     )

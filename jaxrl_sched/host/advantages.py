@@ -5,7 +5,7 @@ One call sees one group, so groups can never be mixed.
 
 import numpy as np
 
-NO_SPREAD = 1e-6  # rewards this close together are the same reward
+NO_SPREAD = 1e-6  # rewards this close are the same, as a share of the largest of them
 
 
 def group_advantages(
@@ -28,7 +28,8 @@ def group_advantages(
     raise ValueError(f'rewards: expected one group [G], got shape {rewards.shape}')
   if not np.isfinite(rewards).all():
     raise ValueError(f'rewards: expected finite numbers, got {rewards.tolist()}')
-  if np.ptp(rewards) <= NO_SPREAD:
+  # Below `eps` a reward is noise, and so is a share of it.
+  if np.ptp(rewards) <= NO_SPREAD * max(np.abs(rewards).max(), eps):
     return np.zeros(rewards.shape, np.float32)
   centred = rewards - rewards.mean()
   if divide_by_std:

@@ -1,13 +1,13 @@
 """A pool of killable processes that grades answers, with a deadline for each.
 
-One answer that hangs, crashes, raises or scores NaN gets 0 and a named fault, and
-holds up nobody else's. Nothing of the parent but its `sys.path` enters a worker: no
+One answer that hangs, crashes, raises or scores NaN gets the lowest score and a named
+fault, and holds up nobody else's. A process that an answer has worn out, by memory that
+it keeps for example, is replaced; what failed in it for that is graded again. Nothing of the parent but its `sys.path` enters a worker: no
 fork (the parent runs jax's threads), no second run of `__main__`, no jax.
 """
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-import ctypes
 import dataclasses
 from decimal import Decimal
 import json
@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 import numbers
 import os
 import pickle
-import resource
 import selectors
 import signal
 import socket
@@ -28,8 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.host import rewards
-from jaxrl_sched.types import Prompt
+from jaxrl_sched.types import LARGEST, Prompt, Reward, tolerance
 
 # An answer that runs for longer than this lets a spare worker take its turn.
 PATIENCE_S = 0.25
@@ -38,8 +36,8 @@ IMPORT_S = 300.0
 # A worker's code. Its sys.path is the parent's, so that a user's function imports.
 BOOT = (
   'import sys; sys.path[:] = sys.argv[4:]; '
-  'from jaxrl_sched.host import grading; '
-  'grading.serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))'
+  'from jaxrl_sched.host import grading_worker; '
+  'grading_worker.serve(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))'
 )
 
 
@@ -47,17 +45,50 @@ BOOT = (
 class Grade:
   """What became of one answer."""
 
-  score: float  # 0 where there is a fault
-  fault: str | None = None  # timeout, crashed, raised, not a number, out of range
+  score: float  # the weighted sum of several; the lowest where there is a fault
+  # timeout, crashed, raised, not a number, out of range; 'name: raised' of several
+  fault: str | None = None
   detail: str = ''  # of the fault, one line
-  seconds: float = 0.0  # that the verifier took
+  seconds: float = 0.0  # that the verifiers took
+  components: tuple[float, ...] = ()  # before weighting, as `Prompt.rewards` are
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Answer:
+  """An answer, and what its verifiers have said so far."""
+
+  key: Hashable
+  rewards: tuple[Reward, ...]
+  grades: dict[int, Grade] = dataclasses.field(default_factory=dict)  # by place
+
+  def grade(self) -> Grade:
+    """Of all verifiers together."""
+    if not self.rewards[0].name:
+      return self.grades[0]
+    grades = [self.grades[i] for i in range(len(self.rewards))]
+    both = list(zip(self.rewards, grades, strict=True))
+    wrong = next(((r, g) for r, g in both if g.fault is not None), None)
+    return Grade(
+      score=math.fsum(r.weight * g.score for r, g in both),
+      fault=wrong and f'{wrong[0].name}: {wrong[1].fault}',
+      detail=wrong[1].detail if wrong else '',
+      seconds=sum(g.seconds for g in grades),
+      components=tuple(g.score for g in grades),
+    )
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Task:
-  key: Hashable
-  reward: str
+  """What one verifier is to say of an answer."""
+
+  answer: _Answer
+  place: int  # of the verifier among the answer's
   payload: bytes  # text and prompt, pickled
+  again: bool = False  # it failed in a worker that was worn out
+
+  @property
+  def reward(self) -> Reward:
+    return self.answer.rewards[self.place]
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -65,7 +96,9 @@ class _Worker:
   process: subprocess.Popen
   connection: Connection
   ready: bool = False
+  answered: bool = False  # something before its task
   task: _Task | None = None
+  waiting: _Task | None = None  # for this worker, which has just been started
   since: float = 0.0  # monotonic time at which the task began
   loading: bool = False  # the task waits for an import: its clock has not begun
   loaded: set[str] = dataclasses.field(default_factory=set)
@@ -76,13 +109,15 @@ class GradingPool:
 
   At most `workers` answers run at once, not counting those that have run for
   longer than `PATIENCE_S`: for each of these a spare, as many as the workers and
-  started with them, takes a turn. Only misbehaviour ends a process.
+  started with them, takes a turn. Only misbehaviour ends a process. An answer that ends
+  one, or fails for want of memory, threads or files, in a process that had others
+  before, is graded once more in a new one.
 
   Verifiers' prints to stdout are discarded; what they write to stderr is seen.
 
   Args:
     workers: answers graded at once.
-    deadline_s: seconds an answer may take, from when a worker begins on it.
+    deadline_s: seconds a verifier may take for an answer, from when a worker begins.
     memory_gib: memory a worker may allocate; None: as much as there is.
     warm: verifiers to load before the first answer comes.
   """
@@ -125,8 +160,12 @@ class GradingPool:
 
   def submit(self, key: Hashable, text: str, prompt: Prompt) -> None:
     """Queues an answer and returns at once; `key` names it in `collect`."""
+    answer = _Answer(key=key, rewards=prompt.graded_by)
     try:  # a user's meta may hold anything
-      payload = pickle.dumps((text, prompt), pickle.HIGHEST_PROTOCOL)
+      tasks = [
+        _Task(answer=answer, place=i, payload=_payload(text, prompt, reward))
+        for i, reward in enumerate(answer.rewards)
+      ]
     except Exception as error:
       raise ValueError(f'prompt {prompt.id!r} cannot be pickled: {error}') from error
     with self._changed:
@@ -134,7 +173,7 @@ class GradingPool:
       if key in self._keys:
         raise ValueError(f'answer {key!r} was submitted twice before a collect')
       self._keys[key] = None
-    self._queue.append(_Task(key=key, reward=prompt.reward, payload=payload))
+    self._queue.extend(tasks)
     self._wake()
 
   def collect(
@@ -233,7 +272,7 @@ class GradingPool:
         self._ended = ended
         self._changed.notify_all()
 
-  def _start(self) -> None:
+  def _start(self, waiting: _Task | None = None) -> None:
     ours, theirs = socket.socketpair()
     with theirs:
       fd = theirs.fileno()
@@ -253,7 +292,9 @@ class GradingPool:
           'PYTHONHASHSEED': '0',  # verdicts repeat from run to run
         },
       )
-    worker = _Worker(process=process, connection=Connection(ours.detach()))
+    worker = _Worker(
+      process=process, connection=Connection(ours.detach()), waiting=waiting
+    )
     self._workers.append(worker)
     self._selector.register(worker.connection, selectors.EVENT_READ, worker)
     worker.loaded = set(self._names)
@@ -281,17 +322,21 @@ class GradingPool:
     now = time.monotonic()
     busy = sum(now < self._turn(w) for w in self._workers if w.task)
     for worker in [w for w in self._workers if w.ready and w.task is None]:
-      if not self._queue or busy >= self._size:
+      if busy >= self._size:
         return
-      task = self._queue.popleft()
+      if worker.waiting is None and not self._queue:
+        continue
+      task = worker.waiting or self._queue.popleft()
       if not self._send(worker, task.payload):
-        self._queue.appendleft(task)
+        if worker.waiting is None:
+          self._queue.appendleft(task)
         worker.ready = False
         continue
-      worker.task, worker.since = task, now
-      worker.loading = task.reward not in worker.loaded
-      worker.loaded.add(task.reward)
-      self._names.add(task.reward)
+      name = task.reward.verifier
+      worker.task, worker.since, worker.waiting = task, now, None
+      worker.loading = name not in worker.loaded
+      worker.loaded.add(name)
+      self._names.add(name)
       busy += 1
 
   def _time_left(self) -> float | None:
@@ -322,26 +367,39 @@ class GradingPool:
     elif kind == 'begun':
       worker.loading, worker.since = False, time.monotonic()
     else:
-      score, fault, detail, seconds = fields
-      self._finish(
-        worker, Grade(score=score, fault=fault, detail=detail, seconds=seconds)
-      )
+      score, fault, detail, seconds, worn = fields
+      grade = Grade(score=score, fault=fault, detail=detail, seconds=seconds)
+      if worn:
+        self._replace(worker, grade)
+      else:
+        self._finish(worker, grade)
+
+  def _replace(self, worker: _Worker, grade: Grade) -> None:
+    """Starts another in a worker's place. What failed is its answer's own fault only
+    where nothing had been graded there before."""
+    if worker in self._workers:
+      self._end(worker)
+    if grade.fault is None or not worker.answered or worker.task.again:
+      self._finish(worker, grade)
+      self._start()
+    else:
+      self._start(dataclasses.replace(worker.task, again=True))
+      worker.task = None
 
   def _bury(self, worker: _Worker) -> None:
-    """A worker died: its answer scores 0 and another worker takes its place."""
+    """A worker died, and another takes its place."""
     code = self._end(worker)
     how = f'exit code {code}' if code >= 0 else f'signal {signal.Signals(-code).name}'
     if worker.task:
       seconds = time.monotonic() - worker.since
-      self._finish(
-        worker, Grade(score=0.0, fault='crashed', detail=how, seconds=seconds)
-      )
-    elif not worker.ready:
+      self._replace(worker, self._failed(worker, 'crashed', how, seconds))
+      return
+    if not worker.ready:
       self._failed_starts += 1
       if self._failed_starts > 2 * self._size:
         names = ', '.join(sorted(self._names))
         raise RuntimeError(f'grading workers die at their start ({how}; {names})')
-    self._start()
+    self._start(worker.waiting)
 
   def _enforce_deadlines(self) -> None:
     now = time.monotonic()
@@ -353,116 +411,71 @@ class GradingPool:
       self._end(worker)
       what = 'to import' if worker.loading else 'to grade'
       detail = f'more than {self._limit(worker):g} s {what}'
-      self._finish(
-        worker, Grade(score=0.0, fault='timeout', detail=detail, seconds=seconds)
-      )
+      self._finish(worker, self._failed(worker, 'timeout', detail, seconds))
       self._start()
 
+  def _failed(self, worker: _Worker, fault: str, detail: str, seconds: float) -> Grade:
+    worst = worker.task.reward.min_reward
+    return Grade(score=worst, fault=fault, detail=detail, seconds=seconds)
+
   def _finish(self, worker: _Worker, grade: Grade) -> None:
-    key, worker.task = worker.task.key, None
+    task, worker.task, worker.answered = worker.task, None, True
+    answer = task.answer
+    answer.grades[task.place] = grade
+    if len(answer.grades) < len(answer.rewards):
+      return
+    key = answer.key
     with self._changed:
-      self._grades[key] = grade
+      self._grades[key] = answer.grade()
       if key in self._wanted:
         self._wanted.discard(key)
         if not self._wanted:
           self._changed.notify_all()
 
 
-def judge(value: Any, max_reward: float | None) -> tuple[float, str | None, str]:
-  """A verifier's word as (score, fault, detail): finite, in [0, max_reward]."""
+def _payload(text: str, prompt: Prompt, reward: Reward) -> bytes:
+  """What a worker gets: each of several verifiers sees the prompt as its own."""
+  if reward.name:
+    prompt = dataclasses.replace(
+      prompt,
+      reward=reward.verifier,
+      max_reward=reward.max_reward,
+      min_reward=reward.min_reward,
+      rewards=(),
+    )
+  return pickle.dumps((text, prompt), pickle.HIGHEST_PROTOCOL)
+
+
+def judge(
+  value: Any, max_reward: float | None, min_reward: float = 0.0
+) -> tuple[float, str | None, str]:
+  """A verifier's word as (score, fault, detail): in [min_reward, max_reward].
+
+  What is no such number is a fault, and scores `min_reward`.
+  """
   if isinstance(value, np.ndarray) and value.ndim == 0:
     value = value[()]
   if not isinstance(value, (numbers.Real, Decimal, np.bool_)):
-    return 0.0, 'not a number', one_line(repr(value))
+    return min_reward, 'not a number', one_line(repr(value))
   try:
     score = float(value)
   except OverflowError:
     score = math.inf
   if math.isnan(score):
-    return 0.0, 'not a number', 'nan'
-  top = math.inf if max_reward is None else max_reward
-  # A sum of parts may round beyond the ends.
-  if not -1e-6 <= score <= top + 1e-6 or math.isinf(score):
-    return 0.0, 'out of range', f'{score:g}, expected 0 to max_reward={top:g}'
-  return min(max(score, 0.0), top), None, ''
+    return min_reward, 'not a number', 'nan'
+  top = LARGEST if max_reward is None else max_reward
+  near = float(tolerance(max_reward, min_reward))  # a sum of parts may round beyond
+  if not min_reward - near <= score <= top + near:
+    expected = f'min_reward={min_reward:g} to max_reward={top:g}'
+    return min_reward, 'out of range', f'{score:g}, expected {expected}'
+  return min(max(score, min_reward), top), None, ''
 
 
 def one_line(text: str) -> str:
   return ' '.join(text.split())[:300]
 
 
-# --- in the worker ------------------------------------------------------------------
-
-
-def serve(fd: int, parent: int, memory_gib: float) -> None:
-  """A worker's life: load what it is told to, then grade until the pipe closes."""
-  _settle(fd, parent, memory_gib)
-  connection = Connection(fd)
-  loaded = set()
-  try:
-    for name in json.loads(connection.recv_bytes()):
-      loaded.add(name)
-      try:
-        rewards.load(name)
-      except Exception:  # told by the first answer that asks for it
-        pass
-    connection.send_bytes(json.dumps(['ready']).encode())
-    while True:
-      payload = connection.recv_bytes()
-      reply = _grade(payload, loaded, connection)
-      connection.send_bytes(json.dumps(['grade', *reply]).encode())
-  except (EOFError, OSError):  # the parent closed, or is no more
-    # Not sys.exit: a verifier's threads must not keep us.
-    os._exit(0)
-
-
-def _settle(fd: int, parent: int, memory_gib: float) -> None:
-  os.set_inheritable(fd, False)
-  # A stop is told to the parent, which saves first and closes us then.
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
-  signal.signal(signal.SIGTERM, signal.SIG_IGN)
-  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
-  if sys.platform == 'linux':
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before we asked
-      os._exit(0)
-    try:  # where memory runs out, rather us than the trainer
-      with open('/proc/self/oom_score_adj', 'w') as file:
-        file.write('1000')
-    except OSError:
-      pass
-  if memory_gib:
-    limit, ceiling = (
-      int(memory_gib * 2**30),
-      resource.getrlimit(resource.RLIMIT_DATA)[1],
-    )
-    if ceiling != resource.RLIM_INFINITY:
-      limit = min(limit, ceiling)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, ceiling))
-  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _grade(
-  payload: bytes, loaded: set[str], connection: Connection
-) -> tuple[float, str | None, str, float]:
-  begin = time.monotonic()
-  try:
-    text, prompt = pickle.loads(payload)
-    if prompt.reward not in loaded:
-      loaded.add(prompt.reward)
-      try:
-        rewards.load(prompt.reward)
-      finally:
-        begin = time.monotonic()
-        connection.send_bytes(json.dumps(['begun']).encode())
-    verifier = rewards.resolve(prompt.reward)
-    verdict = judge(verifier(text, prompt), prompt.max_reward)
-  except BaseException as error:  # the border: SystemExit and MemoryError too
-    verdict = 0.0, 'raised', _describe(error)
-  return *verdict, time.monotonic() - begin
-
-
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
   try:
     return one_line(f'{type(error).__name__}: {error}')
   except BaseException:  # its own __str__ fails

@@ -1,7 +1,7 @@
 """Verifiers: the text of an answer and its prompt in, a reward out. No model here.
 
 A verifier gives the prompt's `max_reward` (1 where none is declared) for what is
-right, 0 for what is wrong, never NaN. A wrong, odd or hostile answer scores 0; a
+right, its `min_reward` (0) for what is wrong, odd or hostile, never NaN; a
 prompt that cannot be graded raises ValueError. Text of the model is never
 evaluated as code. Time limits are the pool's (`grading.py`), not a verifier's.
 """
@@ -39,7 +39,7 @@ def final_number(text: str, prompt: Prompt) -> float:
   gold = maths.number(prompt.answer)
   if gold is None:
     raise _bad_answer('final_number', prompt.answer, 'a number or the text of one')
-  return _full(prompt) * (maths.last_number(text) == gold)
+  return _scaled(prompt, maths.last_number(text) == gold)
 
 
 def math_answer(text: str, prompt: Prompt) -> float:
@@ -61,7 +61,7 @@ def math_answer(text: str, prompt: Prompt) -> float:
   """
   check_answer('math', prompt.answer)
   gold, guess = (maths.answer_in(s) for s in (_as_text(prompt.answer), text))
-  return _full(prompt) * (bool(guess) and equality.equal(gold, guess))
+  return _scaled(prompt, bool(guess) and equality.equal(gold, guess))
 
 
 # --- text -----------------------------------------------------------------------
@@ -70,14 +70,14 @@ def math_answer(text: str, prompt: Prompt) -> float:
 def exact(text: str, prompt: Prompt) -> float:
   """The text is the answer, white space around both aside."""
   check_answer('exact', prompt.answer)
-  return _full(prompt) * (text.strip() == _as_text(prompt.answer))
+  return _scaled(prompt, text.strip() == _as_text(prompt.answer))
 
 
 def matches_pattern(text: str, prompt: Prompt) -> float:
   """The whole text matches the regular expression `meta['pattern']`; . is any char."""
   check_meta('format', prompt.meta)
   pattern = prompt.meta['pattern']
-  return _full(prompt) * (re.fullmatch(pattern, text, re.DOTALL) is not None)
+  return _scaled(prompt, re.fullmatch(pattern, text, re.DOTALL) is not None)
 
 
 def _as_text(answer: Any) -> str:
@@ -119,7 +119,7 @@ def countdown(text: str, prompt: Prompt) -> float:
   expression = line.rsplit(':', 1)[-1].split('=')[0].strip().rstrip('.')
   value, used = _arithmetic(expression)
   fair = not Counter(used) - Counter(Fraction(n) for n in numbers)
-  return _full(prompt) * (value is not None and fair and value == Fraction(target))
+  return _scaled(prompt, value is not None and fair and value == Fraction(target))
 
 
 def _arithmetic(text: str) -> tuple[Fraction | None, list[Fraction]]:
@@ -182,11 +182,9 @@ def reasoning_gym(text: str, prompt: Prompt) -> float:
   name, entry = prompt.meta['reasoning_gym'], prompt.meta['entry']
   answer = _tagged(text)
   answer = text.strip() if answer is None else answer
-  if name in _GYM_EVAL and not _is_inert(answer):
-    return 0.0
-  if name in _GYM_SYMPY and not _is_arithmetic(answer):
-    return 0.0
-  return _full(prompt) * float(_gym_scorer(name)(answer, entry))
+  unsafe = name in _GYM_EVAL and not _is_inert(answer)
+  unsafe |= name in _GYM_SYMPY and not _is_arithmetic(answer)
+  return _scaled(prompt, 0.0 if unsafe else float(_gym_scorer(name)(answer, entry)))
 
 
 def _is_inert(text: str) -> bool:
@@ -316,8 +314,10 @@ def check_meta(name: str, meta: dict[str, Any]) -> None:
       ) from error
 
 
-def _full(prompt: Prompt) -> float:
-  return 1.0 if prompt.max_reward is None else float(prompt.max_reward)
+def _scaled(prompt: Prompt, part: float) -> float:
+  """From the prompt's lowest reward (part 0) to its highest (part 1)."""
+  best = 1.0 if prompt.max_reward is None else float(prompt.max_reward)
+  return prompt.min_reward + (best - prompt.min_reward) * part
 
 
 # --- shaping ------------------------------------------------------------------------

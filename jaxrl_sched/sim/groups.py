@@ -1,13 +1,15 @@
 """Graded groups without an object an answer: 65,536 of them a step are numbers only."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 
 import numpy as np
 
 from jaxrl_sched.sim.workload import FINISHES, LENGTH, PAUSED, Answers
 from jaxrl_sched.types import Completion, Group, Lesson, Request
+
+_ALONE: Mapping[str, np.ndarray] = {}  # of an answer with a single reward
 
 
 class SimGroup(Group):
@@ -29,6 +31,7 @@ class SimGroup(Group):
     verdicts: np.ndarray,
     rewards: np.ndarray,
     faults: tuple[str | None, ...],
+    components: Mapping[str, np.ndarray] = _ALONE,
     spares: tuple[int, ...] = (),
   ):
     # Past the guard of a frozen record; cached properties find what is here.
@@ -41,6 +44,7 @@ class SimGroup(Group):
       verdicts=verdicts,
       rewards=rewards,
       faults=faults,
+      components=components,
       spares=spares,
     )
 
@@ -112,6 +116,7 @@ def whole_groups(
         verdicts=answers.verdicts[part],
         rewards=rewards[part],
         faults=answers.faults.get(i, faults),
+        components=answers.components.get(i, _ALONE),
       )
     )
   return groups

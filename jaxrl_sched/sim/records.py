@@ -10,15 +10,15 @@ from typing import Any
 
 from jaxrl_sched.control.ledger import FATES
 from jaxrl_sched.sim.workload import FINISHES
+from jaxrl_sched.types import LARGEST
 
 # Of a line: those of `ledger.line`, and the step that settled the group's fate.
 FIELDS = ('step', 'draw', 'prompt_id', 'dataset', 'size', 'lengths')
 FIELDS += ('predicted_length', 'verdicts', 'rewards', 'finish', 'faults', 'versions')
 FIELDS += ('fate', 'reason', 'weights')
-OPTIONAL = ('predicted_longest', 'spares', 'earlier', 'round')
+OPTIONAL = ('predicted_longest', 'spares', 'earlier', 'round', 'components')
 _BIG = 2**53  # numbers below are the same as float64
 _LONGEST = 2**31  # tokens of an answer, where nothing says how many there may be
-_REWARD = 1e6  # the largest size of a verdict or a reward
 _LISTS = ('lengths', 'verdicts', 'rewards', 'finish', 'versions')  # an entry an answer
 
 
@@ -45,6 +45,7 @@ class Record:
   spares: list[int]  # tokens of those that ever ran
   earlier: list[list[list[int]]]  # of each answer; empty: none of it was ever paused
   round: int | None  # of the step, where it is known
+  components: dict[str, list[float]]  # of each answer, where it has several rewards
 
 
 def read(path: str | os.PathLike, *, limit: int | None = None) -> list[Record]:
@@ -120,7 +121,7 @@ def _record(where: str, line: Any, limit: int | None) -> Record:
   faults = line['faults'] or [None] * line['size']
   kept = {f.name: line[f.name] for f in dataclasses.fields(Record) if f.name in line}
   kept |= {'faults': faults, 'spares': [n for n in line.get('spares', []) if n]}
-  kept['earlier'] = line.get('earlier', [])
+  kept |= {'earlier': line.get('earlier', []), 'components': line.get('components', {})}
   return Record(where=where, **({'round': None, 'predicted_longest': None} | kept))
 
 
@@ -150,8 +151,8 @@ def _check(where: str, line: dict[str, Any], limit: int | None) -> None:
   need(good, 'lengths', f'each from 1 to {most}')
   for key in ('verdicts', 'rewards'):
     need(all(map(_is_number, line[key])), key, 'finite numbers')
-    good = all(abs(value) <= _REWARD for value in line[key])
-    need(good, key, f'none above {_REWARD:.0f} in size')
+    good = all(abs(value) <= LARGEST for value in line[key])
+    need(good, key, f'none above {LARGEST:g} in size')
   good = all(_is_number(w) and w >= 0 for w in line['weights'] or ())
   need(good, 'weights', 'numbers from 0, or null')
   good = all(name in FINISHES for name in line['finish'])
@@ -167,6 +168,13 @@ def _check(where: str, line: dict[str, Any], limit: int | None) -> None:
   if 'round' in line:
     good = _is_whole(line['round']) and 0 <= line['round'] < _BIG
     need(good, 'round', 'a number from 0')
+  if 'components' in line:
+    found = line['components']
+    good = isinstance(found, dict) and all(
+      isinstance(many, list) and len(many) == line['size'] and all(map(_is_number, many))
+      for many in found.values()
+    )
+    need(good, 'components', f'lists of {line["size"]} finite numbers by name')
   if 'earlier' in line:
     _check_earlier(where, line)
 

@@ -190,6 +190,10 @@ def _group(
     verdicts=np.where(is_over, answers.verdicts[part][kept], np.float32(0)),
     rewards=np.where(is_over, rewards[part][kept], np.float32(0)),
     faults=tuple(faults[k] for k in kept.tolist()),
+    components={
+      name: np.where(is_over, values[kept], np.float32(0))
+      for name, values in answers.components.get(i, {}).items()
+    },
     spares=tuple(lengths[left & (lengths > 0)].tolist()),
   )
   if not request.begun:

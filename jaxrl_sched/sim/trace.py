@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_sched.sim.records import Record, asp_of, read
 from jaxrl_sched.sim.workload import FINISHES, Answers, uniforms
-from jaxrl_sched.types import SAME, Lesson, Prompt, Request
+from jaxrl_sched.types import Lesson, Prompt, Request, tolerance
 
 OF_PROMPT = 2  # groups of a prompt, that a new one is drawn from
 OF_DATASET = 8  # groups of a dataset, one of which answers for an unseen prompt
@@ -82,10 +82,17 @@ class Trace:
       )
     sizes = np.array([r.size + r.relief.spare for r in requests], np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    found, faults = [], {}
+    found, faults, components = [], {}, {}
     for i, request in enumerate(requests):
       answers = self._answers(request)
       found += answers
+      if request.prompt.rewards:
+        components[i] = {
+          reward.name: np.array(
+            [record.components[reward.name][k] for record, k in answers], np.float32
+          )
+          for reward in request.prompt.rewards
+        }
       if any(record.faults[k] is not None for record, k in answers):
         faults[i] = tuple(record.faults[k] for record, k in answers)
     finish = np.array(
@@ -98,6 +105,7 @@ class Trace:
       verdicts=np.array([record.verdicts[k] for record, k in found], np.float32),
       rewards=np.array([record.rewards[k] for record, k in found], np.float32),
       faults=faults,
+      components=components,
     )
 
   def trained(self, lesson: Lesson) -> None:
@@ -188,9 +196,22 @@ def _check_prompts(records: Sequence[Record], prompts: PromptSet) -> None:
         f'{record.where}: prompt {record.prompt_id!r}, expected one of the '
         f'{prompts.sizes[name]} of dataset {name!r}: it is from a run with other datasets'
       )
-    best = prompts.get(name, place).max_reward
-    if best is not None and max(record.verdicts, default=best) > best + SAME:
+    prompt = prompts.get(name, place)
+    best, worst = prompt.max_reward, prompt.min_reward
+    near = float(tolerance(best, worst))
+    if best is not None and max(record.verdicts, default=best) > best + near:
       raise ValueError(
         f'{record.where}: verdicts {record.verdicts!r:.60}, expected at most the '
         f'{best:g} of prompt {record.prompt_id!r}'
+      )
+    if min(record.verdicts, default=worst) < worst - near:
+      raise ValueError(
+        f'{record.where}: verdicts {record.verdicts!r:.60}, expected at least the '
+        f'{worst:g} of prompt {record.prompt_id!r}'
+      )
+    names = [reward.name for reward in prompt.rewards]
+    if record.size and sorted(record.components) != sorted(names):
+      raise ValueError(
+        f'{record.where}: components {sorted(record.components)}, expected the rewards '
+        f'of dataset {name!r}: {names or "one, which has no name"}'
       )

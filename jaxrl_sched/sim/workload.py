@@ -33,6 +33,10 @@ class Answers:
   rewards: np.ndarray | None = None  # [answers] float32, where shaping is recorded too
   # Place of the request -> why its verdicts are 0, where one could not be had.
   faults: Mapping[int, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
+  # Place of the request -> its several rewards, by name: [its answers] float32.
+  components: Mapping[int, Mapping[str, np.ndarray]] = dataclasses.field(
+    default_factory=dict
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

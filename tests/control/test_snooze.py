@@ -541,7 +541,7 @@ def is_asleep(verdicts, max_reward, **how) -> bool:
 def test_only_the_declared_maximum_is_solved(size, verdict, best):
   """9."""
   verdicts = np.full(size, verdict, np.float32)
-  assert is_asleep(verdicts, best) == (abs(verdict - best) <= 1e-6)
+  assert is_asleep(verdicts, best) == (abs(verdict - best) <= 1e-6 * best)
   assert is_asleep(np.full(size, best, np.float32), best)
   assert not is_asleep(verdicts, None)
   assert not is_asleep(verdicts, None, hard_delay=3)
