@@ -8,6 +8,7 @@ the key, the value and what was expected.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import math
 import pathlib
 from typing import Any
@@ -35,9 +36,8 @@ from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.prompts import PromptSet, Tokenizer
 from jaxrl_sched.device.references import References
 from jaxrl_sched.device.sampler import Sampler
-from jaxrl_sched.device.tokenizers import (
-  answer_text,
-)
+from jaxrl_sched.device.tokenizers import answer_text, before_stop_string
+from jaxrl_sched.host import trials
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
@@ -366,13 +366,52 @@ def build_engine(
   *,
   read_only: bool = False,
   stopping: Callable[[], bool] = lambda: False,
+  say: Callable[[str], None] = lambda line: None,
 ) -> DeviceEngine:
-  """Loads the initial weights and puts the device engine together.
+  """Tries the verifiers, loads the initial weights and puts the device engine together.
 
   Args:
     read_only: never writes into the workdir's checkpoints.
     stopping: whether the engine is to stop.
+    say: called with each line on how the verifiers did.
   """
+  grader = GradingPool(**run.c['grading'], warm=run.verifiers)
+  try:
+    lines = multihost.agree(lambda: _tried(run, grader), name='trying the verifiers')
+    for line in lines:
+      say(line)
+    return _assemble(run, workdir, grader, read_only=read_only, stopping=stopping)
+  except BaseException:
+    grader.close()
+    raise
+
+
+def _tried(run: Run, grader: GradingPool) -> list[str]:
+  """What verifiers say of a few answers, and what records may have misspelt."""
+  sets = {'': run.prompts, ' (held out)': run.held_out}
+  prompts, notes = {}, []
+  for kind, of in sets.items():
+    if of is None:
+      continue
+    for name, size in of.sizes.items():
+      prompts[f'{name}{kind}'] = [of.get(name, i) for i in trials.chosen(size)]
+    for name, near in of.unanswered.items():
+      notes.append(
+        f"warning: {name}{kind}: no record has 'answer'; if {near!r} is meant, "
+        f'fields=dict(answer={near!r}) says so'
+      )
+  shown = functools.partial(before_stop_string, stop_strings=run.sampling.stop_strings)
+  return trials.try_verifiers(grader, prompts, shown=shown) + notes
+
+
+def _assemble(
+  run: Run,
+  workdir: pathlib.Path,
+  grader: GradingPool,
+  *,
+  read_only: bool,
+  stopping: Callable[[], bool],
+) -> DeviceEngine:
   mesh = make_mesh(**run.c['mesh'])
   path = run.model.path
   if path is not None:
@@ -404,7 +443,7 @@ def build_engine(
       prefill_rows=run.sampler.prefill_rows,
       mesh=of_sampler,
       seed=run.c['seed'],
-      detokenize=lambda ids: answer_text(run.tokenizer, ids, ()),
+      detokenize=lambda ids: answer_text(run.tokenizer, ids),
     )
     for of_sampler in sampler_meshes(run.c, mesh)
   ]
@@ -431,7 +470,7 @@ def build_engine(
     ),
     is_global=is_global,
     learner=learner,
-    grader=GradingPool(**run.c['grading'], warm=run.verifiers),
+    grader=grader,
     tokenizer=run.tokenizer,
     checkpoints=checkpoints,
     max_new_tokens=run.sampling.max_new_tokens,

@@ -81,9 +81,7 @@ def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:
   }
   folder = workdir / 'eval' / str(name)
   with storage.written(folder) as here:
-    evaluation.write(
-      results, here, lambda c: engine.text_of(c, sampling.stop_ids), about
-    )
+    evaluation.write(results, here, lambda c: engine.text_of(c, sampling), about)
   for dataset, result in results.items():
     n = result.numbers
     passes = '  '.join(f'@{k} {n[f"pass@{k}"]:.3f}' for k in sorted({1, *e.k}))

@@ -36,7 +36,8 @@ def evaluate(
 ) -> dict[str, Result]:
   """Samples every prompt `samples` times, each counted once. dataset -> Result.
 
-  An answer passes if its verdict is its verifier's maximum. pass@k is unbiased
+  An answer passes if its verdict is its verifier's maximum, of several rewards that of
+  the first. pass@k is unbiased
   (arXiv 2107.03374).
   """
   requests = [
@@ -64,6 +65,10 @@ def _numbers(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
       for j in sorted({1, *k})
     },
     'reward_mean': float(np.mean([g.verdicts.mean() for g in groups])),
+    **{
+      f'reward/{name}': float(np.mean([g.components[name].mean() for g in groups]))
+      for name in groups[0].components
+    },
     'length_mean': float(lengths.mean()),
     'length_max': int(lengths.max()),
     'truncated': float(np.concatenate([g.truncated for g in groups]).mean()),
@@ -81,7 +86,7 @@ def as_metrics(results: dict[str, Result]) -> dict[str, float]:
     f'eval/{name}/{key}': value
     for name, result in results.items()
     for key, value in result.numbers.items()
-    if key.startswith('pass@') or key in ('length_mean', 'truncated')
+    if key.startswith(('pass@', 'reward/')) or key in ('length_mean', 'truncated')
   }
 
 
@@ -94,14 +99,19 @@ def sample_lines(
     {
       'prompt_id': prompt.id,
       'sample': completion.answer,
-      'reward': float(reward),
+      'reward': float(group.rewards[k]),
+      **(
+        {'components': {n: float(v[k]) for n, v in group.components.items()}}
+        if group.components
+        else {}
+      ),
       'finish': completion.finish,
       'length': len(completion.tokens),
       'prompt': prompt.text,
       'truth': prompt.answer,
       'text': text_of(completion),
     }
-    for completion, reward in zip(group.completions, group.rewards, strict=True)
+    for k, completion in enumerate(group.completions)
   ]
 
 

@@ -166,7 +166,8 @@ def _run(
   for note in notes(run):
     say(note)
   say('Building the model and compiling ...')
-  with contextlib.closing(config.build_engine(run, workdir, stopping=stop)) as engine:
+  engine = config.build_engine(run, workdir, stopping=stop, say=say)
+  with contextlib.closing(engine):
     resumed = _restore(run, engine, workdir, say)
     if home is not None:
       settings.write(home.folder, run.c)
@@ -310,7 +311,7 @@ def samples(engine, count: int) -> Callable[[Sequence[Group]], list[dict[str, An
       {'draw': group.request.draw} | line
       for group in chosen
       for line in evaluation.sample_lines(
-        group, lambda c, s=group.request.sampling: engine.text_of(c, s.stop_ids)
+        group, lambda c, s=group.request.sampling: engine.text_of(c, s)
       )
     ]
 

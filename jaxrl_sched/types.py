@@ -80,7 +80,7 @@ class Sampling:
   """How the answers of one request are drawn.
 
   `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off. Stop ids and the
-  token that completes a stop string are part of the answer.
+  token that completes a stop string are part of the answer; its text ends before them.
   """
 
   temperature: float = 1.0

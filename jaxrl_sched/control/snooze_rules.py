@@ -71,7 +71,9 @@ def verdict_classes(
   lowest, highest = np.minimum.reduceat(flat, starts), np.maximum.reduceat(flat, starts)
   differ = highest - lowest > tolerance(best, worst)
   if deciding is not None:
-    flat = np.concatenate([np.asarray(group) for group in deciding[0]], dtype=np.float64)
+    flat = np.concatenate(
+      [np.asarray(group) for group in deciding[0]], dtype=np.float64
+    )
     best = np.array(deciding[1], np.float64)
     worst = np.array(deciding[2], np.float64)
     lowest = np.minimum.reduceat(flat, starts)

@@ -26,7 +26,7 @@ from jaxrl_sched.engine import Span
 from jaxrl_sched.host import packing
 from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
-from jaxrl_sched.types import Completion, Group, Lesson, Request
+from jaxrl_sched.types import Completion, Group, Lesson, Request, Sampling
 
 
 class CompileCounter:
@@ -176,8 +176,9 @@ class DeviceEngine:
     finally:
       self._since += time.perf_counter() - began
 
-  def text_of(self, completion: Completion, stop_ids: Sequence[int]) -> str:
-    return answer_text(self._tokenizer, completion.tokens, stop_ids)
+  def text_of(self, completion: Completion, sampling: Sampling) -> str:
+    how = sampling.stop_ids, sampling.stop_strings
+    return answer_text(self._tokenizer, completion.tokens, *how)
 
   def _shape(self, group: Group) -> Group:
     if self._overlong is None:

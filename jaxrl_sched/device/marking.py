@@ -11,11 +11,9 @@ import numpy as np
 from jaxrl_sched.device import multihost
 from jaxrl_sched.device.lanes import EVALUATION, Job, Key, Part
 from jaxrl_sched.host.grading import Grade, GradingPool
-from jaxrl_sched.types import Completion, Group, Request
+from jaxrl_sched.types import Completion, Group, Prompt, Request, Sampling
 
 FAILED_IN_A_ROW = 512  # answers without a verdict, and the verifier is broken
-ABORTED = Grade(score=0.0, fault='aborted', detail='', seconds=0.0)
-NOT_YET = Grade(score=0.0, fault=None, detail='', seconds=0.0)  # of a paused group
 
 
 class Marking:
@@ -24,11 +22,11 @@ class Marking:
   Each process grades its own answers, and is told of the others' grades.
 
   Args:
-    text_of: (completion, stop ids) -> what the graders see.
+    text_of: (completion, how it was sampled) -> what the graders see.
   """
 
   def __init__(
-    self, grader: GradingPool, text_of: Callable[[Completion, Sequence[int]], str]
+    self, grader: GradingPool, text_of: Callable[[Completion, Sampling], str]
   ):
     self._grader, self._text_of = grader, text_of
     self._grades: dict[Key, Grade] = {}  # of groups that have not been given away
@@ -43,7 +41,7 @@ class Marking:
 
   def _submit(self, request: Request, completion: Completion) -> None:
     if completion.finish != 'aborted':
-      text = self._text_of(completion, request.sampling.stop_ids)
+      text = self._text_of(completion, request.sampling)
       self._grader.submit((completion.draw, completion.answer), text, request.prompt)
 
   def begin(self, job: Job, everything: Part) -> None:
@@ -129,12 +127,13 @@ class Marking:
   def _warn(self, request: Request, grades: Sequence[Grade]) -> None:
     """Says what went wrong in a verifier, the first time of each kind."""
     for grade in grades:
-      kind = (request.prompt.reward, grade.fault)
+      names = ', '.join(reward.verifier for reward in request.prompt.graded_by)
+      kind = (names, grade.fault)
       if grade.fault is not None and kind not in self._warned:
         self._warned.add(kind)
         print(
-          f'grading: {request.prompt.reward} on prompt {request.prompt.id}: '
-          f'{grade.fault} ({grade.detail}), scored 0; more of it is only counted',
+          f'grading: {names} on prompt {request.prompt.id}: {grade.fault} '
+          f'({grade.detail}), scored {grade.score:g}; more of it is only counted',
           file=sys.stderr,
         )
 
@@ -146,11 +145,13 @@ def _graded(job: Job, grades: dict[Key, Grade]) -> list[Group]:
   """The first groups of a round, as far as there are grades for all answers."""
   groups = []
   for request, completions, gone in job.sampled:
+    prompt = request.prompt
     if any(map(_is_paused, completions)):
-      found = [NOT_YET] * len(completions)
+      found = [_lowest(prompt, None)] * len(completions)
     else:
+      aborted = _lowest(prompt, 'aborted')
       found = [
-        ABORTED if c.finish == 'aborted' else grades.get(_key(c)) for c in completions
+        aborted if c.finish == 'aborted' else grades.get(_key(c)) for c in completions
       ]
     if None in found:
       break
@@ -162,10 +163,20 @@ def _graded(job: Job, grades: dict[Key, Grade]) -> list[Group]:
         verdicts=verdicts,
         rewards=verdicts,
         faults=tuple(g.fault for g in found),
+        components={
+          reward.name: np.array([g.components[i] for g in found], np.float32)
+          for i, reward in enumerate(prompt.rewards)
+        },
         spares=gone,
       )
     )
   return groups
+
+
+def _lowest(prompt: Prompt, fault: str | None) -> Grade:
+  """Of an answer that nobody grades."""
+  parts = tuple(reward.min_reward for reward in prompt.rewards)
+  return Grade(score=prompt.min_reward, fault=fault, components=parts)
 
 
 def _key(completion: Completion) -> Key:

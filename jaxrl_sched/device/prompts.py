@@ -69,6 +69,8 @@ class PromptSet:
     weights: as given, by dataset.
     dropped: prompts above `max_tokens`, by dataset.
     rewards: the names of the verifiers, for the grading pool to load early.
+    unanswered: dataset -> a field that may have been meant by 'answer', which none of
+      its records has, though a verifier of the user's own is to grade them.
   """
 
   def __init__(
@@ -126,6 +128,7 @@ class PromptSet:
     self.weights: dict[str, float] = {}
     self.dropped: dict[str, int] = {}
     self.rewards: set[str] = set()
+    self.unanswered: dict[str, str] = {}
     self._records: dict[str, tuple[Dataset, _Chosen]] = {}
     self._prompts: dict[str, grain.MapDataset] = {}
     for name, settings in datasets.items():
@@ -144,7 +147,7 @@ class PromptSet:
       kept = self._scan(name, dataset, source, rendering)
       self.sizes[name] = len(kept)
       self.weights[name] = float(dataset.weight)
-      self.rewards.add(dataset.reward)
+      self.rewards |= {part.verifier for part in dataset.graded_by}
       self.dropped[name] = len(source) - len(kept)
       self._records[name] = dataset, _Chosen(source, kept)
       self._prompts[name] = grain.MapDataset.source(self._records[name][1]).map(
@@ -168,7 +171,7 @@ class PromptSet:
     """The same where all prompts are, in all that a run hangs on."""
     found = hashlib.sha256()
     for p in self.all():
-      said = (p.id, p.reward, p.answer, p.solution, p.max_reward, p.meta)
+      said = (p.id, p.graded_by, p.answer, p.solution, p.meta)
       found.update(repr(said).encode())
       found.update(p.tokens.tobytes())
     return found.hexdigest()
@@ -193,6 +196,8 @@ class PromptSet:
     everything = _Chosen(source, np.arange(len(source)))
     shown = {records.question(record) for record, _ in template.examples}
     first_with: dict[str, int] = {}
+    own = any(':' in part.verifier for part in dataset.graded_by)
+    fields: set[str] | None = set() if own else None
     kept, shortest = array('q'), math.inf
     for start in range(0, len(source), _BATCH):
       items = [everything[i] for i in range(start, min(start + _BATCH, len(source)))]
@@ -210,6 +215,8 @@ class PromptSet:
             f'{item.where}: id {record["id"]!r} is already used at '
             f'{source.where(first)}'
           )
+        if fields is not None:
+          fields = None if 'answer' in record else fields | record.keys()
         template.check_record(record, item.where)
         keys.append(record['id'])
         texts.append(_render(template, record, item.where))
@@ -234,6 +241,8 @@ class PromptSet:
         f'Dataset {name!r}: {len(source)} prompts read from {dataset.source}, 0 kept: '
         f'the shortest has {shortest} tokens, expected at most {self._max_tokens}'
       )
+    if fields and (near := records.answer_like(fields)) is not None:
+      self.unanswered[name] = near
     return np.array(kept, np.int64)
 
 
@@ -248,8 +257,7 @@ def _prompt(name: str, dataset: Dataset, template: Template, item: _Item) -> Pro
     text=text,
     answer=record.get('answer'),
     solution=record.get('solution'),
-    reward=dataset.reward,
-    max_reward=dataset.max_reward,
+    **dataset.of_prompt,
     meta={key: value for key, value in record.items() if key not in records.OURS},
   )
 

@@ -5,16 +5,21 @@ compares with) and, optionally, 'id' and 'solution' (a reference answer's text).
 Whatever else it has goes to `Prompt.meta`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
+import difflib
+import functools
 import math
 import os
 from typing import Any
 
 from jaxrl_sched.device.sources import nearest, open_source
 from jaxrl_sched.host import rewards
+from jaxrl_sched.types import LARGEST, Reward, tolerance
 
 OURS = ('prompt', 'messages', 'answer', 'id', 'solution')
+# What others call the answer.
+_ANSWERS = ('answers', 'gold', 'ground_truth', 'label', 'labels', 'reference', 'target')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,10 +30,39 @@ class Dataset:
   options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the source
   reward: str | None = None  # None: 'reasoning_gym' for its own, else 'final_number'
   max_reward: float | None = 1.0  # None: the verifier declares no maximum
+  min_reward: float = 0.0  # and what a fault scores
+  # Several in place of `reward`: name -> (verifier, weight), or
+  # dict(verifier=..., weight=1.0, max_reward=1.0, min_reward=0.0).
+  rewards: dict[str, Any] | None = None
+  decides: str | None = None  # which of them; None: that of the largest weight
   weight: float = 1.0
   fields: dict[str, str] = dataclasses.field(default_factory=dict)  # ours -> theirs
   system: str | None = None  # None: that of all datasets
   examples: str | list | tuple | None = None  # None: those of all datasets; () for none
+
+  @functools.cached_property
+  def graded_by(self) -> tuple[Reward, ...]:
+    """Its rewards. Of several the first says whether an answer is right."""
+    if self.rewards is None:
+      bounds = dict(max_reward=self.max_reward, min_reward=self.min_reward)
+      return (Reward(verifier=self.reward, **bounds),)
+    return _several(self.rewards, self.decides)
+
+  @property
+  def of_prompt(self) -> dict[str, Any]:
+    """What a `Prompt` says of how it is graded."""
+    parts = self.graded_by
+    if self.rewards is None:
+      parts = ()
+      low, high = self.min_reward, self.max_reward
+    else:
+      low = math.fsum(part.weight * part.min_reward for part in parts)
+      high = None
+      if all(part.max_reward is not None for part in parts):
+        high = math.fsum(part.weight * part.max_reward for part in parts)
+    return dict(
+      reward=self.reward or '', max_reward=high, min_reward=low, rewards=parts
+    )
 
 
 def checked(name: str, settings: dict[str, Any]) -> Dataset:
@@ -44,29 +78,99 @@ def checked(name: str, settings: dict[str, Any]) -> Dataset:
   dataset = Dataset(**settings)
   kinds = dict(source=(str, 'text'), options=(dict, 'a dict'), fields=(dict, 'a dict'))
   kinds['reward'] = (str | None, 'a name')
+  kinds['rewards'] = (dict | None, 'a dict')
+  kinds['decides'] = (str | None, 'a name')
   kinds['system'] = (str | None, 'text')
   kinds['examples'] = (str | list | tuple | None, 'a path or a list of records')
   for key, (kind, expected) in kinds.items():
     if key in settings and not isinstance(value := settings[key], kind):
       raise ValueError(f'Dataset {name!r}, {key}: expected {expected}, found {value!r}')
-  for key in ('weight', 'max_reward'):
-    value = settings.get(key, 1.0)
-    if key == 'max_reward' and value is None:
-      continue
-    if isinstance(value, bool) or not isinstance(value, int | float):
-      raise ValueError(f'Dataset {name!r}, {key}: expected a number, found {value!r}')
-    if not 0 < value < math.inf:
-      raise ValueError(f'Dataset {name!r}, {key}: expected above 0, found {value}')
-  if dataset.reward is None:
+  try:
+    if 0 >= _number('weight', dataset.weight):
+      raise ValueError(f'weight: expected above 0, found {dataset.weight}')
+    if dataset.rewards is not None:
+      for key in ('reward', 'max_reward', 'min_reward'):
+        if key in settings:
+          raise ValueError(f"{key}: expected in each of 'rewards', found beside it")
+    elif dataset.decides is not None:
+      raise ValueError("decides: expected beside 'rewards' only")
+    else:
+      _check_bounds(dataset.max_reward, dataset.min_reward)
+  except ValueError as error:
+    raise ValueError(f'Dataset {name!r}, {error}') from None
+  if dataset.reward is None and dataset.rewards is None:
     gym = dataset.source.startswith('reasoning_gym:')
     dataset = dataclasses.replace(
       dataset, reward='reasoning_gym' if gym else 'final_number'
     )
+  key = 'reward' if dataset.rewards is None else 'rewards'
   try:
-    rewards.resolve(dataset.reward)
+    for part in dataset.graded_by:
+      rewards.resolve(part.verifier)
   except ValueError as error:
-    raise ValueError(f'Dataset {name!r}, reward: {error}') from None
+    raise ValueError(f'Dataset {name!r}, {key}: {error}') from None
   return dataset
+
+
+def _several(given: dict[str, Any], decides: str | None) -> tuple[Reward, ...]:
+  """Rewards by name, of which the first decides; the others in alphabetical order."""
+  known = [field.name for field in dataclasses.fields(Reward) if field.name != 'name']
+  found = []
+  for name, value in sorted(given.items()):
+    if isinstance(value, list | tuple) and len(value) == 2:
+      value = dict(zip(('verifier', 'weight'), value, strict=True))
+    if not name or '/' in name or ':' in name:  # part of keys of metrics and of faults
+      raise ValueError(f"{name!r}: expected a name without '/' and ':'")
+    if not isinstance(value, dict) or not isinstance(value.get('verifier'), str):
+      raise ValueError(
+        f"{name}: expected ('verifier', weight), or dict(verifier=..., weight=...), "
+        f'found {value!r:.60}'
+      )
+    for key in value:
+      if key not in known:
+        raise ValueError(f'{name}: unknown key {key!r}{nearest(key, known)}')
+    reward = Reward(name=name, **value)
+    try:
+      if not 0 <= _number('weight', reward.weight):
+        raise ValueError(f'weight: expected 0 or more, found {reward.weight}')
+      _check_bounds(reward.max_reward, reward.min_reward)
+    except ValueError as error:
+      raise ValueError(f'{name}, {error}') from None
+    found.append(reward)
+  heaviest = max((reward.weight for reward in found), default=0.0)
+  if not heaviest > 0:
+    raise ValueError(f'expected at least one of a weight above 0, found {given!r:.60}')
+  first = [r.name for r in found if r.weight == heaviest]
+  if decides is None and len(first) > 1:
+    raise ValueError(
+      f'{" and ".join(first)} weigh alike, expected decides={first[0]!r} or another to '
+      'say whether an answer is right'
+    )
+  decides = first[0] if decides is None else decides
+  if decides not in given:
+    raise ValueError(f'decides={decides!r}, expected one of {sorted(given)}')
+  return tuple(sorted(found, key=lambda reward: reward.name != decides))
+
+
+def _number(key: str, value: Any) -> float:
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise ValueError(f'{key}: expected a number, found {value!r}')
+  if not abs(value) <= LARGEST:
+    raise ValueError(f'{key}: expected at most {LARGEST:g} in size, found {value}')
+  return value
+
+
+def _check_bounds(best: Any, worst: Any) -> None:
+  """Whether the two are numbers, and far enough apart for float32."""
+  _number('min_reward', worst)
+  if best is None:
+    return
+  if not _number('max_reward', best) > worst:
+    raise ValueError(f'max_reward: expected above {worst:g} (min_reward), found {best}')
+  if not best - worst > 2 * tolerance(best, worst):
+    raise ValueError(
+      f'max_reward: {best} is too near to min_reward={worst} to be told from it'
+    )
 
 
 def read(
@@ -88,16 +192,18 @@ def read(
   _check_question(record, wrong)
   if not isinstance(record.get('solution'), str | None):
     raise wrong(f'solution: expected text, found {record["solution"]!r:.40}')
+  meta = {k: v for k, v in record.items() if k not in OURS}
+  verifiers = [part.verifier for part in dataset.graded_by]
   try:
-    rewards.check_answer(dataset.reward, record.get('answer'))
+    for verifier in verifiers:
+      rewards.check_answer(verifier, record.get('answer'))
   except ValueError as error:
     if 'answer' not in record:
       raise wrong(f"no field 'answer', {found}") from None
     raise wrong(str(error)) from None
   try:
-    rewards.check_meta(
-      dataset.reward, {k: v for k, v in record.items() if k not in OURS}
-    )
+    for verifier in verifiers:
+      rewards.check_meta(verifier, meta)
   except ValueError as error:
     raise wrong(str(error)) from None
 
@@ -109,6 +215,13 @@ def read(
   return {k: v for k, v in record.items() if v is not None or k not in OURS} | {
     'id': str(key)
   }
+
+
+def answer_like(fields: Iterable[str]) -> str | None:
+  """The field that may have been meant by 'answer', where no record has that one."""
+  fields = sorted(fields)
+  near = difflib.get_close_matches('answer', fields, n=1, cutoff=0.75)
+  return next((name for name in fields if name in _ANSWERS), near[0] if near else None)
 
 
 def _check_question(record: dict[str, Any], wrong: Callable[[str], ValueError]) -> None:

@@ -1,5 +1,6 @@
 """Loading a tokenizer and what is asked of it; and one of bytes, as its files."""
 
+from collections.abc import Sequence
 import functools
 import os
 from typing import Any
@@ -55,21 +56,36 @@ def stop_ids(
 
 
 def answer_text(
-  tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray, stop_ids: tuple[int, ...]
+  tokenizer: PreTrainedTokenizerBase,
+  tokens: np.ndarray,
+  stop_ids: Sequence[int] = (),
+  stop_strings: Sequence[str] = (),
 ) -> str:
   """An answer as graders see it: the text that the policy added to its prompt.
 
-  The token that ended it is cut off, if it ended by one. All else is kept: special
+  What ended it is cut off: the token, or, by characters, the stop string that was
+  complete first, with all that its last token held beyond it. All else is kept: special
   tokens as they are spelled (what the policy said must not look better than it
   was), a space at its start, and U+FFFD for a character cut in the middle.
 
   Args:
     tokens: [length] int, the stop token included.
   """
-  end = len(tokens) - (len(tokens) > 0 and int(tokens[-1]) in stop_ids)
+  ids = np.asarray(tokens).tolist()
   before, alone = _before(tokenizer)
-  whole = _decoded(tokenizer, [*before, *np.asarray(tokens[:end]).tolist()])
-  return whole[len(alone) :]
+  is_stopped = bool(ids) and ids[-1] in stop_ids
+  text = _decoded(tokenizer, [*before, *ids[: len(ids) - is_stopped]])[len(alone) :]
+  if not stop_strings:
+    return text
+  # A stop token that shows may be part of a stop string.
+  whole = _decoded(tokenizer, [*before, *ids])[len(alone) :] if is_stopped else text
+  return text[: len(before_stop_string(whole, stop_strings))]
+
+
+def before_stop_string(text: str, stop_strings: Sequence[str]) -> str:
+  """A text up to the stop string that is complete first, of two the longer one."""
+  found = [(at + len(s), at) for s in stop_strings if (at := text.find(s)) >= 0]
+  return text[: min(found)[1]] if found else text
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,7 +2,8 @@
 
 One answer that hangs, crashes, raises or scores NaN gets the lowest score and a named
 fault, and holds up nobody else's. A process that an answer has worn out, by memory that
-it keeps for example, is replaced; what failed in it for that is graded again. Nothing of the parent but its `sys.path` enters a worker: no
+it keeps for example, is replaced; what failed in it for that is graded again.
+Nothing of the parent but its `sys.path` enters a worker: no
 fork (the parent runs jax's threads), no second run of `__main__`, no jax.
 """
 

@@ -14,6 +14,7 @@ from fractions import Fraction
 import functools
 import importlib
 import importlib.util
+import inspect
 import logging
 import math
 import operator
@@ -234,7 +235,8 @@ def resolve(name: str) -> Verifier:
 
   Raises:
     ValueError: there is none. The message has the name, and the nearest known
-      one, or the extra that is not installed, or why the import failed.
+      one, or the extra that is not installed, or why the import failed, or what was
+      expected of a function that no answer could be graded by.
   """
   if name in REWARDS:
     module, extra = _NEEDS.get(name, (None, None))
@@ -257,9 +259,39 @@ def resolve(name: str) -> Verifier:
     raise ValueError(
       f'reward {name!r} cannot be imported: {type(error).__name__}: {error}'
     ) from error
-  if not callable(found):
-    raise ValueError(f'reward {name!r} is {found!r}, expected a function')
+  if wrong := _unfit(found):
+    raise ValueError(
+      f'reward {name!r} is {wrong}, expected a function (answer_text, prompt) -> '
+      'a number'
+    )
   return found
+
+
+def _unfit(found: Any) -> str:
+  """What is wrong with a verifier, as far as it shows without a call; '' if nothing."""
+  if not callable(found) or isinstance(found, type):
+    return f'{found!r:.60}'
+  called = found
+  while isinstance(called, functools.partial):
+    called = called.func
+  if not inspect.isroutine(called):
+    called = type(called).__call__
+  if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+    return 'an async function'
+  if inspect.isgeneratorfunction(called):
+    return 'a generator'
+  try:
+    signature = inspect.signature(found)
+  except (ValueError, TypeError):  # of C code, it may have none
+    return ''
+  try:
+    signature.bind('text', 'prompt')
+  except TypeError:
+    return f'a function of {signature}'
+  # As TRL's are, which get lists of answers and give lists.
+  if {'prompts', 'completions'} & signature.parameters.keys():
+    return f'a function of {signature}'
+  return ''
 
 
 def load(name: str) -> Verifier:

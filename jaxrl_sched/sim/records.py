@@ -171,7 +171,9 @@ def _check(where: str, line: dict[str, Any], limit: int | None) -> None:
   if 'components' in line:
     found = line['components']
     good = isinstance(found, dict) and all(
-      isinstance(many, list) and len(many) == line['size'] and all(map(_is_number, many))
+      isinstance(many, list)
+      and len(many) == line['size']
+      and all(map(_is_number, many))
       for many in found.values()
     )
     need(good, 'components', f'lists of {line["size"]} finite numbers by name')
