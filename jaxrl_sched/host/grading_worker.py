@@ -50,7 +50,13 @@ def _settle(fd: int, parent: int, memory_gib: float) -> None:
   signal.signal(signal.SIGINT, _ignore)
   signal.signal(signal.SIGTERM, _ignore)
   signal.pthread_sigmask(signal.SIG_SETMASK, ())
-  os.register_at_fork(after_in_child=_heed_signals)
+  # One that comes before a fork's child has its handlers waits for them.
+  ours = {signal.SIGINT, signal.SIGTERM}
+  os.register_at_fork(
+    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ours),
+    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, ours),
+    after_in_child=_heed_signals,
+  )
   if sys.platform == 'linux':
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it died before we asked
@@ -79,6 +85,7 @@ def _heed_signals() -> None:
   """In a child that goes on in Python; one that runs a program has defaults anyway."""
   signal.signal(signal.SIGINT, signal.default_int_handler)
   signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 class _Worker:

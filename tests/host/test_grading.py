@@ -18,10 +18,11 @@ import pytest
 import jaxrl_sched
 from jaxrl_sched.host import grading
 from jaxrl_sched.host.grading import GradingPool
-from jaxrl_sched.types import Prompt
+from jaxrl_sched.types import Prompt, Reward
 
 VERIFIERS = """
-import ctypes, decimal, fractions, os, signal, subprocess, sys, time
+import ctypes, decimal, fractions, multiprocessing, os, signal, subprocess, sys, threading
+import time
 import numpy as np
 
 def clock(text, prompt):
@@ -77,6 +78,81 @@ def value(text, prompt):
 
 def modules(text, prompt):
   return float(sum(name in sys.modules for name in text.split()))
+
+kept = []
+
+def leak(text, prompt):
+  kept.append(bytearray(200 * 2 ** 20))
+  return 1
+
+def hungry(text, prompt):
+  '''Needs memory, and says 0 without a word where there is none.'''
+  try:
+    return float(len(bytearray(250 * 2 ** 20)) > 0)
+  except MemoryError:
+    return 0
+
+def leave(text, prompt):
+  if text == 'threads':
+    for _ in range(5):
+      threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+  if text == 'children':
+    kept.extend(subprocess.Popen(['sleep', '3600']) for _ in range(3))
+  if text == 'files':
+    kept.extend(open(os.devnull) for _ in range(20))
+  if text == 'one child' and not kept:
+    kept.append(subprocess.Popen(['sleep', '3600']))
+  return os.getpid()
+
+def change(text, prompt):
+  if text == 'folder':
+    os.chdir('/')
+  if text == 'environment':
+    os.environ['PATH'] = '/nowhere'
+  if text == 'mask':
+    os.umask(0)
+  if text == 'alarm':
+    signal.alarm(1)
+  if text == 'handler':
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  if text == 'wait':
+    time.sleep(1.5)
+  return 1
+
+def unchanged(text, prompt):
+  mask = os.umask(0o22)
+  os.umask(mask)
+  return float(
+    os.getcwd() == prompt.meta['folder'] and os.environ['PATH'] == prompt.meta['path']
+    and mask == prompt.meta['mask']
+    and callable(signal.getsignal(signal.SIGTERM))
+  )
+
+def ends(text, prompt):
+  '''Whether a child dies by the signal that it is sent.'''
+  if text == 'program':
+    child = subprocess.Popen(['sleep', '60'])
+    child.terminate()
+    return -child.wait(10)
+  if text == 'fork':
+    child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(10)
+    return -(child.exitcode or 0)
+  # What a program gets to see: signals ignored, and signals blocked.
+  lines = open('/proc/self/status') if text == 'own' else subprocess.run(
+    ['cat', '/proc/self/status'], capture_output=True, text=True).stdout.splitlines()
+  masks = [int(l.split()[1], 16) for l in lines if l.startswith(('SigIgn', 'SigBlk'))]
+  both = 1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1
+  return float(len(masks) == 2 and not any(mask & both for mask in masks))
+
+def length(text, prompt):
+  if text == 'raise':
+    raise KeyError('gone')
+  if text == 'exit':
+    os._exit(3)
+  return -len(text) / 10
 """
 
 
@@ -86,7 +162,9 @@ def verifiers(tmp_path, monkeypatch):
   monkeypatch.syspath_prepend(tmp_path)
 
 
-def prompt(reward, *, answer=None, max_reward=None, **meta) -> Prompt:
+def prompt(
+  reward, *, answer=None, max_reward=None, min_reward=0.0, rewards=(), **meta
+) -> Prompt:
   return Prompt(
     id='toy/0',
     dataset='toy',
@@ -96,6 +174,8 @@ def prompt(reward, *, answer=None, max_reward=None, **meta) -> Prompt:
     answer=answer,
     reward=reward,
     max_reward=max_reward,
+    min_reward=min_reward,
+    rewards=rewards,
     meta=meta,
   )
 
@@ -212,8 +292,9 @@ def test_one_that_breaks_scores_0_with_its_fault(text, fault, detail):
     assert grades[text].score == 0 and grades[text].fault == fault
     assert detail in grades[text].detail and '\n' not in grades[text].detail
     assert grades['before'].fault is None and grades['after'].fault is None
-    # What raises costs no process; what crashes costs one.
-    assert len(set(pids) - set(pool.pids)) == (fault == 'crashed')
+    # What raises costs no process; what crashes, or finds no memory, costs one.
+    costs = fault == 'crashed' or text == 'memory'
+    assert len(set(pids) - set(pool.pids)) == costs
 
 
 @pytest.mark.parametrize(
@@ -433,6 +514,147 @@ def test_a_reward_beyond_the_declared_maximum_is_a_fault_only_where_declared():
   assert grading.judge(3.5, None) == (3.5, None, '')
   assert grading.judge(3.5, 4.0) == (3.5, None, '')
   assert grading.judge(3.5, 3.0)[:2] == (0.0, 'out of range')
+
+
+@pytest.mark.parametrize(
+  'value, low, high, expected',
+  [
+    (-1.0, -1.0, 1.0, (-1.0, None)),
+    (-1.5, -1.0, 1.0, (-1.0, 'out of range')),
+    (-1.0, 0.0, 1.0, (0.0, 'out of range')),
+    (None, -1.0, 1.0, (-1.0, 'not a number')),
+    (float('nan'), -2.0, -1.0, (-2.0, 'not a number')),
+    (-1.0 - 1e-8, -2.0, -1.0, (-1.0 - 1e-8, None)),  # a maximum below 0
+    (0.0, -2.0, -1.0, (-2.0, 'out of range')),
+    # Rounding is forgiven as a share of the range, be it large or small.
+    (1e9 + 1, 0.0, 1e9, (1e9, None)),
+    (1e9 * 1.01, 0.0, 1e9, (0.0, 'out of range')),
+    (1.1e-7, 0.0, 1e-7, (0.0, 'out of range')),
+    (1e39, 0.0, None, (0.0, 'out of range')),  # infinite in float32
+  ],
+)
+def test_rewards_lie_between_what_is_declared(value, low, high, expected):
+  assert grading.judge(value, high, low)[:2] == expected
+
+
+def test_what_an_earlier_answer_used_up_fails_no_later_one():
+  """7: 0.75 GiB, of which each answer keeps 200 MiB; the third finds none. Another
+  dataset's verifier that says 0 without a word where memory fails never does."""
+  leak, hungry = prompt('toy_verifiers:leak'), prompt('toy_verifiers:hungry')
+  warm = [leak.reward, hungry.reward]
+  with GradingPool(workers=1, memory_gib=0.75, warm=warm) as pool:
+    for k in range(6):
+      pool.submit(('leak', k), 'a', leak)
+      pool.submit(('hungry', k), 'a', hungry)
+    grades = pool.collect()
+  assert [(g.score, g.fault) for g in grades.values()] == [(1.0, None)] * 12
+
+
+def test_what_fails_in_a_fresh_process_too_is_its_own_fault():
+  """7: an answer that needs a TiB, between others: twice graded, and no more."""
+  with GradingPool(workers=1) as pool:
+    grades = grade(pool, ['a', 'memory', 'b', 'c'])
+  assert [g.fault for g in grades.values()] == [None, 'raised', None, None]
+
+
+@pytest.mark.parametrize(
+  'text, most', [('threads', 32), ('children', 8), ('files', 64)]
+)
+def test_a_process_in_which_things_pile_up_is_replaced(text, most):
+  of = prompt('toy_verifiers:leave')
+  each = {'threads': 5, 'children': 3, 'files': 20}[text]
+  with GradingPool(workers=1, warm=[of.reward]) as pool:
+    grade(pool, ['started'], of)
+    before, pids = set(pool.pids), []
+    while before <= set(pool.pids) and len(pids) < 40:
+      pool.submit(len(pids), text, of)
+      pids += [grade.score for grade in pool.collect().values()]
+      time.sleep(0.02)
+    [gone] = before - set(pool.pids)
+    assert pids.count(gone) >= most // each
+    grades = grade(pool, ['a', 'b'], of)
+    assert gone not in [g.score for g in grades.values()]
+    wait_until_dead([gone])
+
+
+def test_a_verifier_may_keep_a_process_of_its_own():
+  of = prompt('toy_verifiers:leave')
+  with GradingPool(workers=1, warm=[of.reward]) as pool:
+    pids = None
+    for k in range(20):
+      pool.submit(k, 'one child', of)
+      pids = pids or set(pool.pids)
+      assert pool.collect()[k].fault is None
+    assert set(pool.pids) == pids
+
+
+@pytest.mark.parametrize('text', ['folder', 'environment', 'mask', 'handler'])
+def test_what_an_answer_changes_is_put_back_before_the_next(text):
+  mask = os.umask(0o22)
+  os.umask(mask)
+  about = dict(folder=os.getcwd(), path=os.environ['PATH'], mask=mask)
+  look, change = prompt('toy_verifiers:unchanged', **about), 'toy_verifiers:change'
+  with GradingPool(workers=1, warm=[look.reward, change]) as pool:
+    pool.submit('first', 'nothing', prompt(change))
+    pool.submit('before', '', look)
+    pool.submit('change', text, prompt(change))
+    pool.submit('after', '', look)
+    assert [g.score for g in pool.collect().values()] == [1.0] * 4
+
+
+def test_an_alarm_that_an_answer_left_behind_ends_no_other():
+  of = prompt('toy_verifiers:change')
+  with GradingPool(workers=1, warm=[of.reward]) as pool:
+    pool.submit(0, 'alarm', of)
+    pool.submit(1, 'wait', of)
+    assert [g.fault for g in pool.collect().values()] == [None, None]
+
+
+@pytest.mark.parametrize('text', ['program', 'fork', 'own', 'of a child'])
+def test_a_child_of_a_verifier_can_be_ended_by_a_signal(text):
+  """7: it neither ignores nor blocks SIGTERM and SIGINT, and dies of number 15."""
+  with GradingPool(workers=1) as pool:
+    found = grade(pool, [text], prompt('toy_verifiers:ends'))[text]
+  dies = text in ('program', 'fork')
+  assert (found.score, found.fault) == (signal.SIGTERM if dies else 1.0, None)
+
+
+SEVERAL = (
+  Reward(name='right', verifier='exact'),
+  Reward(
+    name='short',
+    verifier='toy_verifiers:length',
+    weight=0.5,
+    max_reward=0.0,
+    min_reward=-2.0,
+  ),
+)
+
+
+@pytest.mark.parametrize(
+  'text, components, score, fault',
+  [
+    ('4', (1.0, -0.1), 0.95, None),  # 1 - 0.5 * 0.1
+    ('four', (0.0, -0.4), -0.2, None),
+    ('raise', (0.0, -2.0), -1.0, 'short: raised'),
+    ('exit', (0.0, -2.0), -1.0, 'short: crashed'),
+    ('4' * 21, (0.0, -2.0), -1.0, 'short: out of range'),
+  ],
+)
+def test_several_rewards_are_summed_by_weight(text, components, score, fault):
+  """5: a fault of one is named, scores that one's lowest, and costs the other nothing."""
+  of = prompt('', answer=4, max_reward=1.0, min_reward=-1.0, rewards=SEVERAL)
+  with GradingPool(workers=1, warm=['exact']) as pool:
+    found = grade(pool, [text], of)[text]
+  assert found.components == pytest.approx(components)
+  assert found.score == pytest.approx(score) and found.fault == fault
+
+
+def test_a_wrong_answer_scores_the_lowest_by_our_own_verifiers_too():
+  of = prompt('exact', answer='yes', max_reward=1.0, min_reward=-1.0)
+  with GradingPool(workers=1) as pool:
+    grades = grade(pool, ['yes', 'no'], of)
+  assert [g.score for g in grades.values()] == [1.0, -1.0]
 
 
 MATH = prompt('math', answer='5', max_reward=1.0)
