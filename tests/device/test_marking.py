@@ -2,7 +2,9 @@
 graders see, and which answers are right."""
 
 import dataclasses
+import functools
 import json
+import types
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +18,17 @@ from jaxrl_sched import evaluation
 from jaxrl_sched.control import ledger
 from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.control.source import Source
+from jaxrl_sched.device.engine import DeviceEngine
 from jaxrl_sched.device.lanes import EVALUATION, Job, Part
 from jaxrl_sched.device.marking import Marking
-from jaxrl_sched.device.tokenizers import answer_text, before_stop_string
+from jaxrl_sched.device.tokenizers import (
+  answer_text,
+  before_stop_string,
+  build_byte_tokenizer,
+)
 from jaxrl_sched.host.advantages import group_advantages
 from jaxrl_sched.host.grading import GradingPool
-from jaxrl_sched.types import Completion, Relief, Reward, Sampling
+from jaxrl_sched.types import Completion, Relief, Reward
 
 
 @pytest.fixture(scope='module')
@@ -267,21 +274,7 @@ def spelling(*words):
   return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token=words[-1])
 
 
-WORDS = (
-  'x',
-  '4',
-  '2',
-  '. So',
-  '.',
-  '\n\nQ',
-  'E',
-  'ND',
-  'END',
-  ' THE ',
-  '</a',
-  '>',
-  '|end|',
-)
+WORDS = ('x', '4', '2', '. So', '.', 'E', 'ND', 'END', ' THE ', '</a', '>', '|end|')
 EOS = len(WORDS) - 1
 
 
@@ -323,10 +316,8 @@ def test_graded_text_ends_before_the_stop_string(pool, words, strings, text):
     asked.here.completions[key], tokens=tokens, logps=logps
   )
 
-  def text_of(completion: Completion, sampling: Sampling) -> str:
-    ends = sampling.stop_ids, sampling.stop_strings
-    return answer_text(tokenizer, completion.tokens, *ends)
-
+  has_tokenizer = types.SimpleNamespace(_tokenizer=tokenizer)
+  text_of = functools.partial(DeviceEngine.text_of, has_tokenizer)
   group = marked(pool, asked, text_of)
   np.testing.assert_array_equal(group.verdicts, [1.0 if text else 0.0])
   assert group.completions == (completion,) and group.lengths.tolist() == [len(words)]
@@ -336,7 +327,7 @@ def test_graded_text_ends_before_the_stop_string(pool, words, strings, text):
 
 def test_a_stop_string_of_characters_that_tokens_cut_is_found(tmp_path):
   """'é' is two tokens of bytes, and so is the '\u2581' that is no part of it."""
-  tokenizer = toys_bytes(tmp_path)
+  tokenizer = build_byte_tokenizer(tmp_path)
   for text, strings, expected in (
     ('42é', ['é'], '42'),
     ('4é2', ['2'], '4é'),
@@ -344,12 +335,6 @@ def test_a_stop_string_of_characters_that_tokens_cut_is_found(tmp_path):
   ):
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     assert answer_text(tokenizer, tokens, (), strings) == expected
-
-
-def toys_bytes(folder):
-  from jaxrl_sched.device.tokenizers import build_byte_tokenizer
-
-  return build_byte_tokenizer(folder)
 
 
 @given(
