@@ -11,7 +11,7 @@ from jaxrl_sched.sim.groups import whole_groups
 from jaxrl_sched.sim.records import read
 from jaxrl_sched.sim.trace import Trace
 from jaxrl_sched.sim.workload import FINISHES, Dataset, Workload
-from jaxrl_sched.types import Relief, Request, Sampling
+from jaxrl_sched.types import Relief, Request, Reward, Sampling
 
 LIMIT = 50
 SAMPLING = Sampling(max_new_tokens=LIMIT)
@@ -188,6 +188,66 @@ def test_a_verifier_without_a_maximum_gives_any_verdict(tmp_path):
     ValueError, match='jsonl:1: verdicts .*17.*at most the 1 of prompt'
   ):
     Trace(path, PROMPTS, limit=LIMIT)
+
+
+class Several:
+  """The prompts, with two rewards each: -1 or 1 and, for 0.5, 0 to 2."""
+
+  sizes, ids = PROMPTS.sizes, PROMPTS.ids
+
+  def get(self, dataset, index):
+    parts = (
+      Reward(name='right', verifier='x', min_reward=-1.0),
+      Reward(name='style', verifier='y', weight=0.5, max_reward=2.0),
+    )
+    bounds = dict(max_reward=2.0, min_reward=-1.0, rewards=parts)
+    return dataclasses.replace(PROMPTS.get(dataset, index), **bounds)
+
+
+def test_several_rewards_are_answered_as_recorded(tmp_path):
+  parts = {'right': [1.0, -1.0], 'style': [0.0, 2.0]}
+  lines = [line(4, verdicts=[1.0, 0.0], components=parts)]
+  found = Trace(written(tmp_path, lines), Several(), limit=LIMIT)
+  asked = dataclasses.replace(request(4), prompt=Several().get('a', 1))
+  answers = found.answers_of([asked], 0)
+  (group,) = whole_groups([asked], 0, answers, answers.rewards)
+  assert group.passed.tolist() == [True, False]  # by the first, whatever the sum is
+  assert group.components['style'].tolist() == [0.0, 2.0]
+  again = {'step': 3} | ledger.line(ledger.Entry(group, 'trained'))
+  assert read(written(tmp_path, [again]))[0].components == parts
+
+
+@pytest.mark.parametrize(
+  'fields, said',
+  [
+    (
+      {},
+      "components \\[\\], expected the rewards of dataset 'a': \\['right', 'style'\\]",
+    ),
+    (dict(components={'right': [1, 1]}), "components \\['right'\\], expected the rew"),
+    (
+      dict(components={'right': [1], 'style': [1, 1]}),
+      'components .*lists of 2 finite',
+    ),
+    (dict(components=[1, 1]), 'components .*lists of 2 finite numbers by name'),
+    (
+      dict(components={'right': [1, 1], 'style': [1, 1]}, verdicts=[-1.5, 0]),
+      'verdicts .* expected at least the -1 of prompt',
+    ),
+  ],
+)
+def test_other_rewards_than_were_recorded_are_refused(tmp_path, fields, said):
+  with pytest.raises(ValueError, match=f'jsonl:1: {said}'):
+    Trace(written(tmp_path, [line(4, **fields)]), Several(), limit=LIMIT)
+
+
+def test_negative_rewards_are_refused_where_none_are_declared(tmp_path):
+  with pytest.raises(ValueError, match='jsonl:1: verdicts .* at least the 0 of prompt'):
+    trace(tmp_path, [line(4, verdicts=[-1.0, 1.0])])
+  with pytest.raises(
+    ValueError, match=r"jsonl:1: components \['x'\], expected .* one,"
+  ):
+    trace(tmp_path, [line(4, components={'x': [1, 1]})])
 
 
 def test_the_fields_are_those_that_the_ledger_writes(tmp_path):
