@@ -2,8 +2,9 @@
 
 A verifier may leave things behind that are no fault of the next answer. What can be put
 back is put back after each answer (the folder, the environment, handlers, timers); where
-memory, threads, children or open files have piled up, or an answer failed for want of
-them, the process says that it is worn out, and the pool puts another in its place.
+memory, threads, children or open files have piled up, an answer failed for want of them,
+or limits are others, the process says that it is worn out, and the pool puts another in
+its place.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,10 @@ _WANT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 _MORE = {'threads': 32, 'children': 8, 'open files': 64}
 _MEMORY_SHARE = 0.5  # of what may be allocated, from which on growth counts
 _MEMORY_GROWTH = 1.25
+# What a verifier may take from those after it, for good.
+_LIMITS = [
+  getattr(resource, name) for name in dir(resource) if name.startswith('RLIMIT')
+]
 
 
 def serve(fd: int, parent: int, memory_gib: float) -> None:
@@ -105,6 +110,7 @@ class _Worker:
       except Exception:  # said by the first answer that asks for it
         pass
     self._keep()
+    self._limits = _limits()
     self._send('ready')
 
   def grade(self) -> None:
@@ -126,6 +132,8 @@ class _Worker:
       verdict = worst, 'raised', describe(error)
       worn = _wanted(error)
     seconds = time.monotonic() - began
+    if _limits() != self._limits:
+      worn = worn or 'limits'
     if name in self._answered:
       worn = worn or _worn(self._before, _usage())
     else:  # what a verifier opens once, or sets, it may keep
@@ -139,6 +147,7 @@ class _Worker:
       try:
         self._verifiers[name] = rewards.load(name)
       finally:
+        self._limits = _limits()  # an import may set them
         self._send('begun')
     return self._verifiers[name]
 
@@ -166,6 +175,10 @@ class _Worker:
     if os.environ != self._environment:
       os.environ.clear()
       os.environ.update(self._environment)
+
+
+def _limits() -> list[tuple[int, int]]:
+  return list(map(resource.getrlimit, _LIMITS))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

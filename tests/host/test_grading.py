@@ -21,8 +21,8 @@ from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.types import Prompt, Reward
 
 VERIFIERS = """
-import ctypes, decimal, fractions, multiprocessing, os, signal, subprocess, sys, threading
-import time
+import ctypes, decimal, errno, fractions, multiprocessing, os, resource, signal
+import subprocess, sys, threading, time
 import numpy as np
 
 def clock(text, prompt):
@@ -127,6 +127,32 @@ def unchanged(text, prompt):
     and mask == prompt.meta['mask']
     and callable(signal.getsignal(signal.SIGTERM))
   )
+
+def worn(text, prompt):
+  '''Works in a process that has graded nothing, and fails in any other.'''
+  kept.append(text)
+  if len(kept) == 1:
+    return 1
+  if text == 'crash':
+    os._exit(3)
+  if text == 'wrapped':
+    try:
+      raise MemoryError
+    except MemoryError as error:
+      raise ValueError('no room') from error
+  if text == 'own':
+    raise KeyError('its own')
+  raise {
+    'files': OSError(errno.EMFILE, 'too many open files'),
+    'fork': OSError(errno.EAGAIN, 'no more processes'),
+    'threads': RuntimeError("can't start new thread"),
+  }[text]
+
+def limits(text, prompt):
+  '''Whether memory may still be had; and then takes that away.'''
+  soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+  resource.setrlimit(resource.RLIMIT_AS, (2 ** 31, 2 ** 31))
+  return float(hard == resource.RLIM_INFINITY)
 
 def ends(text, prompt):
   '''Whether a child dies by the signal that it is sent.'''
@@ -555,6 +581,31 @@ def test_what_fails_in_a_fresh_process_too_is_its_own_fault():
   with GradingPool(workers=1) as pool:
     grades = grade(pool, ['a', 'memory', 'b', 'c'])
   assert [g.fault for g in grades.values()] == [None, 'raised', None, None]
+
+
+@pytest.mark.parametrize('text', ['files', 'fork', 'threads', 'wrapped', 'crash'])
+def test_what_failed_in_a_worn_out_process_is_graded_again(text):
+  of = prompt('toy_verifiers:worn')
+  with GradingPool(workers=1, warm=[of.reward]) as pool:
+    for k in range(4):  # of two processes
+      pool.submit(k, text, of)
+    assert [(g.score, g.fault) for g in pool.collect().values()] == [(1.0, None)] * 4
+
+
+def test_an_error_of_its_own_is_not_graded_again():
+  of = prompt('toy_verifiers:worn')
+  with GradingPool(workers=1, warm=[of.reward]) as pool:
+    for k in range(4):
+      pool.submit(k, 'own', of)
+    assert [g.fault for g in pool.collect().values()].count('raised') >= 2
+
+
+def test_limits_that_an_answer_set_are_not_those_of_the_next():
+  of = prompt('toy_verifiers:limits')
+  with GradingPool(workers=1, warm=[of.reward]) as pool:
+    for k in range(4):
+      pool.submit(k, '', of)
+    assert [g.score for g in pool.collect().values()] == [1.0] * 4
 
 
 @pytest.mark.parametrize(
