@@ -85,7 +85,7 @@ class _Task:
   answer: _Answer
   place: int  # of the verifier among the answer's
   payload: bytes  # text and prompt, pickled
-  again: bool = False  # it failed in a worker that was worn out
+  again: bool = False  # it failed once, in a worker that may have been at fault
 
   @property
   def reward(self) -> Reward:
@@ -111,7 +111,7 @@ class GradingPool:
   At most `workers` answers run at once, not counting those that have run for
   longer than `PATIENCE_S`: for each of these a spare, as many as the workers and
   started with them, takes a turn. Only misbehaviour ends a process. An answer that ends
-  one, or fails for want of memory, threads or files, in a process that had others
+  one, or that fails for want of memory, threads or files where others were graded
   before, is graded once more in a new one.
 
   Verifiers' prints to stdout are discarded; what they write to stderr is seen.
@@ -376,16 +376,17 @@ class GradingPool:
         self._finish(worker, grade)
 
   def _replace(self, worker: _Worker, grade: Grade) -> None:
-    """Starts another in a worker's place. What failed is its answer's own fault only
-    where nothing had been graded there before."""
+    """Starts another in a worker's place. A crash, and what failed where others had been
+    graded before, is its answer's own fault only if it happens again."""
     if worker in self._workers:
       self._end(worker)
-    if grade.fault is None or not worker.answered or worker.task.again:
-      self._finish(worker, grade)
-      self._start()
-    else:
+    doubtful = grade.fault == 'crashed' or (grade.fault is not None and worker.answered)
+    if doubtful and not worker.task.again:
       self._start(dataclasses.replace(worker.task, again=True))
       worker.task = None
+    else:
+      self._finish(worker, grade)
+      self._start()
 
   def _bury(self, worker: _Worker) -> None:
     """A worker died, and another takes its place."""

@@ -196,16 +196,19 @@ def _usage() -> _Usage:
     tasks = os.listdir('/proc/self/task')
     found['threads'] = len(tasks)
     found['files'] = len(os.listdir('/proc/self/fd'))
-    with open('/proc/self/statm') as file:
-      found['memory'] = int(file.read().split()[5]) * resource.getpagesize()
-    children = 0
-    for task in tasks:
-      with open(f'/proc/self/task/{task}/children') as file:
-        children += len(file.read().split())
-    found['children'] = children
+    found['memory'] = int(_fields('statm')[5]) * resource.getpagesize()
+    found['children'] = sum(len(_fields(f'task/{task}/children')) for task in tasks)
   except OSError:  # no such file here
     pass
   return _Usage(**found)
+
+
+def _fields(name: str) -> list[bytes]:
+  fd = os.open(f'/proc/self/{name}', os.O_RDONLY)  # a third of the time of `open`
+  try:
+    return os.read(fd, 1 << 16).split()
+  finally:
+    os.close(fd)
 
 
 def _worn(before: _Usage, now: _Usage) -> str:
