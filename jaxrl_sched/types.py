@@ -66,7 +66,7 @@ class Prompt:
   rewards: tuple[Reward, ...] = ()
   meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-  @functools.cached_property
+  @property
   def graded_by(self) -> tuple[Reward, ...]:
     """Its rewards, of which there is one at least."""
     alone = Reward(

@@ -466,6 +466,8 @@ def judge(
   if math.isnan(score):
     return min_reward, 'not a number', 'nan'
   top = LARGEST if max_reward is None else max_reward
+  if min_reward <= score <= top:
+    return score, None, ''
   near = float(tolerance(max_reward, min_reward))  # a sum of parts may round beyond
   if not min_reward - near <= score <= top + near:
     expected = f'min_reward={min_reward:g} to max_reward={top:g}'
