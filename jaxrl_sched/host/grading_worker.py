@@ -114,7 +114,6 @@ class _Worker:
       except Exception:  # said by the first answer that asks for it
         pass
     self._keep()
-    self._limits = _limits()
     self._send('ready')
 
   def grade(self) -> None:
@@ -142,9 +141,9 @@ class _Worker:
       if time.monotonic() - self._looked_at > _LOOK_S:
         worn = worn or _worn(self._before, _usage())
         self._looked_at = time.monotonic()
-    else:  # what a verifier opens once, or sets, it may keep
+    else:  # what a verifier opens once it may keep
       self._answered.add(name)
-      self._keep()
+      self._look()
     self._restore()
     self._send('grade', *verdict, seconds, worn)
 
@@ -153,7 +152,7 @@ class _Worker:
       try:
         self._verifiers[name] = rewards.load(name)
       finally:
-        self._limits = _limits()  # an import may set them
+        self._keep()
         self._send('begun')
     return self._verifiers[name]
 
@@ -162,8 +161,12 @@ class _Worker:
     self._connection.send_bytes(json.dumps([kind, *fields]).encode())
 
   def _keep(self) -> None:
-    self._before, self._environment = _usage(), os.environ._data.copy()
-    self._looked_at = time.monotonic()
+    """What an import has set is as things are to be."""
+    self._limits, self._environment = _limits(), os.environ._data.copy()
+    self._look()
+
+  def _look(self) -> None:
+    self._before, self._looked_at = _usage(), time.monotonic()
 
   def _restore(self) -> None:
     """What a verifier changed, and the next one would not expect."""

@@ -631,10 +631,10 @@ def test_a_process_in_which_things_pile_up_is_replaced(text, most):
 def test_a_verifier_may_keep_a_process_of_its_own():
   of = prompt('toy_verifiers:leave')
   with GradingPool(workers=1, warm=[of.reward]) as pool:
-    pids = None
+    grade(pool, ['started'], of)
+    pids = set(pool.pids)
     for k in range(20):
       pool.submit(k, 'one child', of)
-      pids = pids or set(pool.pids)
       assert pool.collect()[k].fault is None
     assert set(pool.pids) == pids
 
