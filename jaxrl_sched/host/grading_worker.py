@@ -8,6 +8,7 @@ its place.
 """
 
 from collections.abc import Callable
+import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -102,7 +103,7 @@ class _Worker:
     self._connection = connection
     self._verifiers: dict[str, Callable] = {}
     self._answered: set[str] = set()  # verifiers that have had an answer
-    self._folder = os.getcwd()
+    self._folder = _folder()
     self._umask = os.umask(0o022)
     os.umask(self._umask)
     self._keep()
@@ -176,16 +177,20 @@ class _Worker:
         signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.umask(self._umask)
-    try:
-      moved = os.getcwd() != self._folder
-    except OSError:  # removed
-      moved = True
-    if moved:
-      os.chdir(self._folder)
+    if self._folder is not None and _folder() != self._folder:
+      with contextlib.suppress(OSError):
+        os.chdir(self._folder)
     # Its own comparison decodes every variable, which takes longer than most verifiers.
     if os.environ._data != self._environment:
       os.environ.clear()
       os.environb.update(self._environment)
+
+
+def _folder() -> str | None:
+  try:
+    return os.getcwd()
+  except OSError:  # it has been removed
+    return None
 
 
 def _limits() -> list[tuple[int, int]]:
