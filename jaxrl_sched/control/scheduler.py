@@ -20,16 +20,16 @@ from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.filling import Pot, Quotas, Turns
 from jaxrl_sched.control.learning import Learning, OpenBatch
 from jaxrl_sched.control.lengths import LengthPredictor
-from jaxrl_sched.control.opening import Opening, Terms, Yield, check_window
+from jaxrl_sched.control.opening import MOST_QUOTAS, Opening, Terms, check_window
 from jaxrl_sched.control.planning import Pick, Plan, Planner, When
 from jaxrl_sched.control.sagc import SAGC, check_rollouts
 from jaxrl_sched.control.source import Source
 from jaxrl_sched.host.pruning import AnswerPruner, PromptPruner
 from jaxrl_sched.types import Group, Lesson, Prompt, Sampling
 
-VERSION = 3  # of the state
-_STATE = ('version', 'draw', 'next', 'kept', 'yields', 'turns', 'ahead', 'source')
-_STATE += ('pending', 'sagc', 'lengths', 'pruner')
+VERSION = 4  # of the state
+_STATE = ('version', 'draw', 'next', 'kept', 'in_vain', 'acceptance', 'turns', 'ahead')
+_STATE += ('source', 'pending', 'sagc', 'lengths', 'pruner')
 
 
 class Scheduler:
@@ -37,8 +37,9 @@ class Scheduler:
 
   With dynamic sampling (DAPO, arXiv 2503.14476) groups without spread in their
   verdicts are filtered and replaced, in at most `max_rounds` rounds, until each stream
-  (a dataset, or a difficulty tier of it) has its quota. Useful groups past it are
-  carried into the next batch, once, or dropped. What is None is absent.
+  (a dataset, or a difficulty tier of it) has its quota, or ten times as many groups of
+  it were asked for. Useful groups past it are carried into the next batch, once, or
+  dropped. What is None is absent.
 
   Args:
     source: whose turn it is: datasets, tiers, sleepers.
@@ -110,7 +111,7 @@ class Scheduler:
       raise ValueError(
         f'scheduler.max_rounds: {max_rounds}, expected 1 with asp.lag or asp.pause_after'
       )
-    self._rollouts = groups_per_step * group_size
+    self._groups, self._rollouts = groups_per_step, groups_per_step * group_size
     if asp.window > 1:
       check_window(asp, source, sagc, quotas=quotas)
     if sagc is not None:
@@ -161,6 +162,9 @@ class Scheduler:
     self._ahead: list[tuple[Pick, ...]] = []  # drawn for bundles not planned yet
     self._carried: list[Group] = []  # useful groups of the step before
     self._paused: list[Group] = []  # to go on in the next bundle that is planned
+    self._in_vain = 0  # groups of the last steps, none of which had spread
+    self._barren: set[str] = set()  # streams that were said to bring nothing
+    self._notes: list[str] = []
 
   # --- a step, in the order of the loop ---
 
@@ -181,16 +185,13 @@ class Scheduler:
       return self._planner.by_turns(filling, self._rollouts, terms.sizes, when)
     if batch.round == 0 and self._ahead:
       return self._planner.drawn(self._ahead[0], terms.size, when)
-    is_last = batch.round + 1 == self._max_rounds
-    wanted = self._opening.wanted(filling, batch.most, is_last=is_last)
+    if batch.round == 0 and (count := self._window(bundle)) > 1:
+      return self._planner.window(
+        self._wanted_in_window(bundle, count), terms.size, self._learning.kept, when
+      )
+    wanted = self._opening.wanted(filling, terms.size, batch.allowed)
     if terms.is_rolling:
       return self._planner.by_prompt(wanted, filling.rest, terms.sizes, when)
-    if batch.round == 0 and (count := self._window(bundle)) > 1:
-      # What is carried fills the first bundle only: the others would lack it.
-      filling = self._opening.filling(terms)
-      wanted = self._opening.wanted(filling, batch.most, is_last=is_last)
-      kept = self._learning.kept
-      return self._planner.window(wanted, terms.size, count, kept, when)
     paused = self._go_on(wanted) if batch.round == 0 else []
     return self._planner.alike(wanted, terms.size, when, paused=paused)
 
@@ -210,9 +211,8 @@ class Scheduler:
     return batch
 
   def _batch_of(self, bundle: int, version: int, terms: Terms) -> OpenBatch:
-    filling = self._opening.filling(terms)
-    most = {stream: 10 * n for stream, n in filling.lacking().items()}
-    return OpenBatch(bundle, version, terms, filling, most)
+    filling, allowed = self._opening.filling(terms), self._opening.allowance(terms)
+    return OpenBatch(bundle, version, terms, filling, allowed)
 
   def _offer(self, filling: Quotas | Pot | Turns, groups: Sequence[Group]) -> None:
     """Useful groups of a round, or of an earlier bundle."""
@@ -227,8 +227,22 @@ class Scheduler:
       batch.has_begun = True
 
   def _window(self, bundle: int) -> int:
-    """How many bundles are planned together from this one on."""
-    return min(self._asp.window - bundle % self._asp.window, self._last + 1 - bundle)
+    """How many bundles are planned together from this one on: all or none of them after
+    pruning has ended."""
+    window = self._asp.window
+    ends = [bundle + window - bundle % window, self._last + 1]
+    if self._pruner is not None and bundle < self._pruner.ends:
+      ends.append(self._pruner.ends)
+    return int(min(ends)) - bundle
+
+  def _wanted_in_window(self, bundle: int, count: int) -> list[dict[str, int]]:
+    """Requests of each bundle. What is carried fills the first one only, and is not
+    counted: the others would lack it."""
+    wanted = []
+    for terms in self._opening.window(bundle, count):
+      filling, allowed = self._opening.filling(terms), self._opening.allowance(terms)
+      wanted.append(self._opening.wanted(filling, terms.size, allowed))
+    return wanted
 
   def _go_on(self, wanted: dict[str, int]) -> list[Group]:
     """Paused groups that go on in the places of as many that are wanted."""
@@ -256,6 +270,12 @@ class Scheduler:
     again = {request.draw for request in plan.requests if request.begun}
     batch.going_on = [g for g in self._paused if g.request.draw in again]
     self._paused = [g for g in self._paused if g.request.draw not in again]
+    new = [request.prompt for request in plan.requests if not request.begun]
+    for stream, _ in self._source.locate(new):
+      batch.allowed[stream] = max(0, batch.allowed[stream] - 1)
+    if batch.terms.is_pot:
+      visited = {stream: len(plan.visits.get(stream, ())) for stream in batch.allowed}
+      self._opening.turns.take(visited, batch.terms.weights)
     for stream, visits in plan.visits.items():
       draws = plan.draws[stream]
       self._draw += len(draws) - draws.count(None)
@@ -337,7 +357,7 @@ class Scheduler:
         batch.filling.offer(stream, group)
       else:
         batch.settled.append(ledger.Entry(group, 'filtered', kind))
-    batch.filling.settle(last=batch.round >= self._max_rounds)
+    batch.filling.settle(last=False)
 
   def _locate(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
     return self._source.locate([group.request.prompt for group in groups])
@@ -359,6 +379,7 @@ class Scheduler:
     # Where carried groups have filled it there was no round.
     batch = self._opened(step, step)
     self._offer_first(batch)
+    batch.filling.settle(last=True)
     lesson = self._learning.lesson(batch, step)
     if self._asp.window > 1:  # a bundle that is short weighs no more (3.6)
       count = max(lesson.count, batch.terms.groups)
@@ -381,9 +402,15 @@ class Scheduler:
     self._paused.sort(key=lambda group: group.request.draw)
     if batch.terms.is_rolling:
       self._opening.took(batch.terms, batch.filling.counts)
-    streams = [stream for stream, _ in batch.places]
-    useful = itertools.compress(streams, batch.useful)
-    self._opening.count(collections.Counter(streams), collections.Counter(useful))
+    kinds = [
+      (stream, group.request.size)
+      for (stream, _), group in zip(batch.places, batch.seen, strict=True)
+    ]
+    useful = itertools.compress(kinds, batch.useful)
+    self._in_vain = 0 if any(batch.useful) else self._in_vain + len(batch.seen)
+    self._opening.acceptance.count(
+      collections.Counter(kinds), collections.Counter(useful)
+    )
     self._learning.learn(batch, step)
     sampled = batch.seen + batch.paused
     pending = self._carried + self._paused
@@ -398,8 +425,51 @@ class Scheduler:
     metrics['rollout/repeats'] = len(lesson.groups) - len(prompts)
     if self._borrow:
       metrics['rollout/borrowed'] = batch.filling.borrowed
+    if self._dynamic:
+      metrics |= self._short(batch)
     metrics |= ledger.relief(sampled, self._asp.relief)
     return metrics, [ledger.line(entry) for entry in batch.settled]
+
+  def _short(self, batch: OpenBatch) -> dict[str, float]:
+    """What the batch lacks, and whom that is due to; which is noted once."""
+    lacking = sum(batch.filling.lacking().values())
+    metrics = {
+      'rollout/missing': lacking - (batch.filling.borrowed if self._borrow else 0)
+    }
+    quotas = self._opening.filling(batch.terms).lacking()
+    barren = {
+      stream for stream, n in quotas.items() if self._opening.is_barren(stream, n)
+    }
+    for stream in sorted(barren - self._barren):
+      self._notes.append(
+        f'{stream}: {self._source.in_vain(stream):,} prompts were asked since a group '
+        'had spread in its rewards; until one has, its share of a batch is asked for '
+        f'once a step, not up to {MOST_QUOTAS} times'
+      )
+    self._barren = barren
+    for stream in self._source.sizes:
+      metrics[f'rollout/in_vain/{stream}'] = self._source.in_vain(stream)
+    return metrics
+
+  def notes(self) -> list[str]:
+    """What whoever watches the run should know, each once."""
+    notes, self._notes = self._notes, []
+    return notes
+
+  def exhausted(self, step: int) -> str | None:
+    """Why this step and all later ones have nothing to learn from; None: they may.
+
+    So it is with dynamic sampling where a whole pass over all that is drawn from, and
+    ten batches of groups at least, have brought none with spread.
+    """
+    enough = self._dynamic and self._in_vain >= MOST_QUOTAS * self._groups
+    found = self._source.exhausted(step) if enough else []
+    if not found:
+      return None
+    return (
+      f'nothing is left to learn from: a whole pass over {", ".join(found)} brought no '
+      'group with spread in its rewards, every prompt is always solved or never'
+    )
 
   def pending(self) -> list[dict[str, Any]]:
     """A line for each group without a fate: what the end of a run leaves."""
@@ -420,8 +490,12 @@ class Scheduler:
       'draw': self._draw,
       'next': self._next,
       'kept': self._learning.kept,
-      'yields': {n: [y.useful, y.generated] for n, y in self._opening.yields.items()},
-      'turns': [dict(self._opening.turns), dict(self._opening.turned)],
+      'in_vain': self._in_vain,
+      'acceptance': {
+        stream: [[size, *pair] for size, pair in sizes.items()]
+        for stream, sizes in self._opening.acceptance.counts.items()
+      },
+      'turns': self._opening.turns.state_dict(),
       'ahead': [[list(dataclasses.astuple(p)) for p in picks] for picks in self._ahead],
       'sagc': None if self._sagc is None else self._sagc.state_dict(),
     }
@@ -472,9 +546,13 @@ class Scheduler:
       if controller is not None:
         controller.load_state_dict(state[name])
     self._draw, self._next = state['draw'], state['next']
+    self._in_vain = state['in_vain']
     self._learning.kept = state['kept']
-    self._opening.yields = {name: Yield(*y) for name, y in state['yields'].items()}
-    self._opening.turns, self._opening.turned = map(dict, state['turns'])
+    self._opening.acceptance.counts = {
+      stream: {size: pair for size, *pair in rows}
+      for stream, rows in state['acceptance'].items()
+    }
+    self._opening.turns.load_state_dict(state['turns'])
     self._ahead = [tuple(Pick(*p) for p in picks) for picks in state['ahead']]
     pending = state['pending']
     self._carried = list(map(self._unpacked, pending['carried']))
