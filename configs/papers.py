@@ -139,6 +139,15 @@ SNOOZE = dict(
   ),
 )
 
+# Of these problems 15 % are stubborn: neither solved nor hopeless, whatever is learned.
+# They keep batches full of what is useful, so that the others can be left alone for long.
+STUBBORN = SNOOZE | dict(
+  workload=dict(
+    gsm8k=SNOOZE['workload']['gsm8k'] | dict(stubborn=0.15, gain_spread=0.5)
+  )
+)
+GROWING = dict(factor=5, growth=2.0, cap=32)
+
 # --- ASP (OpenReview oskhumpV2y): several instances and a trainer; 3.22x ---
 
 # Models and sizes are not public. Here 12 GPUs sample and 4 learn; 32 slots of
@@ -242,7 +251,11 @@ VARIANTS = {
   'any': ANY | dict(sagc=ANY_CONTROLLER),
   'snooze_dapo': SNOOZE,
   'snooze_5': SNOOZE | dict(snooze=dict(factor=5)),
+  'snooze_growing': SNOOZE | dict(snooze=GROWING),
   'snooze_filter': SNOOZE | dict(snooze=dict(factor=float('inf'))),
+  'stubborn_dapo': STUBBORN,
+  'stubborn_5': STUBBORN | dict(snooze=dict(factor=5)),
+  'stubborn_growing': STUBBORN | dict(snooze=GROWING),
   'asp_static': ASP | dict(asp=dict(refill=False)),
   'asp_colocated': ASP | dict(engines=16, costs=costs(7.6, 16, 57_344)),
   'asp_sorted': ASP | dict(asp=dict(refill=False), lengths={}),
