@@ -866,7 +866,9 @@ def spoil(**columns):
   [
     (lambda s: s.update(other=1), 'state of snooze: keys'),
     (lambda s: s.pop('draw'), 'state of snooze: keys'),
-    (lambda s: s.update(version=2), 'snooze.version: 2, expected 1'),
+    (lambda s: s.update(version=1), 'snooze.version: 1, expected 2'),
+    (lambda s: s.update(since={'a': -2}), 'snooze.since.a: -2, expected a draw, or -1'),
+    (lambda s: s.update(quotas={'counts': {'a': -1}, 'weights': {}}), 'quotas: counts'),
     (lambda s: s.update(sizes={'a': 4}), "were {'a': 4} .* now {'a': 3}"),
     (lambda s: s.update(place={'b': [0, 0]}), 'state of snooze.place'),
     (lambda s: s.update(place={'a': [0, 4]}), 'snooze.place.a'),
