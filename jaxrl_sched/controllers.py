@@ -13,7 +13,6 @@ from jaxrl_sched.checks import named
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.difficulty import open_tiers
 from jaxrl_sched.control.lengths import LengthPredictor
-from jaxrl_sched.control.quotas import split
 from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
@@ -172,11 +171,12 @@ def _on_this_host(tables: Any) -> Any:
 
 def _check_quotas(prompts: PromptSet, most: int) -> None:
   """No prompt is to be twice in a batch, of at most so many groups."""
-  quotas = split(most, prompts.weights)
-  for name in prompts.weights:
-    if quotas[name] > prompts.sizes[name]:
+  total = sum(prompts.weights.values())
+  for name, weight in prompts.weights.items():
+    quota = math.ceil(most * weight / total - 1e-9)
+    if quota > prompts.sizes[name]:
       raise ValueError(
         f'dataset {name!r}: {prompts.sizes[name]} prompts kept (and '
-        f'{prompts.dropped[name]} too long), expected at least the {quotas[name]} of one '
+        f'{prompts.dropped[name]} too long), expected at least the {quota} of one '
         'batch'
       )
