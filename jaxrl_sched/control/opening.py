@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 import dataclasses
+from typing import Any
 
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.filling import Pot, Quotas, Rolling, Turns
@@ -10,7 +11,6 @@ from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.source import Source
 
 CONFIDENCE = 0.95  # that a round brings what is lacking
-MOST_QUOTAS = 10  # groups asked for in a step, in quotas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class Acceptance:
 
   def rate(self, streams: Iterable[str], size: int) -> float:
     """Of groups of this size of these streams, taken together: 0.05 to 1."""
-    useful = generated = (
-      0.0  # of this size; and of others, as they had been of this one
+    useful = generated = 0.0
+    others_useful = others_generated = (
+      0.0  # of other sizes, as if they had been of this
     )
-    others_useful = others_generated = 0.0
     for stream in streams:
       for other, (u, n) in self.counts[stream].items():
         if other == size:
@@ -77,6 +77,18 @@ class Acceptance:
     for (stream, size), n in generated.items():
       pair = self.counts[stream].setdefault(size, [0.0, 0.0])
       pair[:] = pair[0] + useful.get((stream, size), 0), pair[1] + n
+
+  def state_dict(self) -> dict[str, Any]:
+    return {
+      stream: [[size, *pair] for size, pair in sizes.items()]
+      for stream, sizes in self.counts.items()
+    }
+
+  def load_state_dict(self, state: dict[str, Any]) -> None:
+    """Takes what `saved.check` has passed."""
+    self.counts = {
+      stream: {size: pair for size, *pair in rows} for stream, rows in state.items()
+    }
 
 
 def _undecided(size: int) -> float:
@@ -172,25 +184,13 @@ class Opening:
       wanted[stream] = min(requests_for(missing, rate, CONFIDENCE), allowed[stream])
     return wanted
 
-  def allowance(self, terms: Terms) -> dict[str, int]:
-    """Stream -> requests that there may be for a bundle, in all its rounds.
-
-    Ten quotas; but where as many prompts, or all, were asked in vain, one: what is
-    solved, or hopeless, is looked at again without much being spent on it.
-    """
+  def quotas(self, terms: Terms) -> dict[str, int]:
+    """Stream -> groups of it in a batch; where sizes differ, if all are small."""
     filling = self.filling(terms)
-    quotas = filling.lacking()
-    if terms.is_rolling:  # as many as there are if all groups are small
-      order = filling.turns(self.rollouts // min(terms.sizes))
-      quotas = {stream: order.count(stream) for stream in quotas}
-    return {
-      n: q if self.is_barren(n, q) else MOST_QUOTAS * q for n, q in quotas.items()
-    }
-
-  def is_barren(self, stream: str, quota: int) -> bool:
-    """Whether ten quotas of prompts, or all, were asked since a group had spread."""
-    enough = min(MOST_QUOTAS * quota, self._source.sizes[stream])
-    return quota > 0 and self._source.in_vain(stream) >= enough
+    if not terms.is_rolling:
+      return filling.lacking()
+    order = filling.turns(self.rollouts // min(terms.sizes))
+    return {stream: order.count(stream) for stream in terms.counts}
 
 
 def check_window(asp: Asp, source: Source, sagc: SAGC | None, *, quotas: bool) -> None:

@@ -17,10 +17,11 @@ import numpy as np
 from jaxrl_sched.control import ledger, saved
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.base import check_state
+from jaxrl_sched.control.exhaustion import Exhaustion
 from jaxrl_sched.control.filling import Pot, Quotas, Turns
 from jaxrl_sched.control.learning import Learning, OpenBatch
 from jaxrl_sched.control.lengths import LengthPredictor
-from jaxrl_sched.control.opening import MOST_QUOTAS, Opening, Terms, check_window
+from jaxrl_sched.control.opening import Opening, Terms, check_window
 from jaxrl_sched.control.planning import Pick, Plan, Planner, When
 from jaxrl_sched.control.sagc import SAGC, check_rollouts
 from jaxrl_sched.control.source import Source
@@ -111,7 +112,7 @@ class Scheduler:
       raise ValueError(
         f'scheduler.max_rounds: {max_rounds}, expected 1 with asp.lag or asp.pause_after'
       )
-    self._groups, self._rollouts = groups_per_step, groups_per_step * group_size
+    self._rollouts = groups_per_step * group_size
     if asp.window > 1:
       check_window(asp, source, sagc, quotas=quotas)
     if sagc is not None:
@@ -140,6 +141,7 @@ class Scheduler:
       borrow=borrow,
       sagc=sagc,
     )
+    self._exhaustion = Exhaustion(source, groups_per_step)
     self._dynamic, self._carries = dynamic_sampling, surplus == 'carry'
     self._borrow = borrow
     self._overlong_filter = overlong_filter
@@ -162,9 +164,6 @@ class Scheduler:
     self._ahead: list[tuple[Pick, ...]] = []  # drawn for bundles not planned yet
     self._carried: list[Group] = []  # useful groups of the step before
     self._paused: list[Group] = []  # to go on in the next bundle that is planned
-    self._in_vain = 0  # groups of the last steps, none of which had spread
-    self._barren: set[str] = set()  # streams that were said to bring nothing
-    self._notes: list[str] = []
 
   # --- a step, in the order of the loop ---
 
@@ -211,7 +210,8 @@ class Scheduler:
     return batch
 
   def _batch_of(self, bundle: int, version: int, terms: Terms) -> OpenBatch:
-    filling, allowed = self._opening.filling(terms), self._opening.allowance(terms)
+    filling = self._opening.filling(terms)
+    allowed = self._exhaustion.allowance(self._opening.quotas(terms))
     return OpenBatch(bundle, version, terms, filling, allowed)
 
   def _offer(self, filling: Quotas | Pot | Turns, groups: Sequence[Group]) -> None:
@@ -240,7 +240,8 @@ class Scheduler:
     counted: the others would lack it."""
     wanted = []
     for terms in self._opening.window(bundle, count):
-      filling, allowed = self._opening.filling(terms), self._opening.allowance(terms)
+      filling = self._opening.filling(terms)
+      allowed = self._exhaustion.allowance(self._opening.quotas(terms))
       wanted.append(self._opening.wanted(filling, terms.size, allowed))
     return wanted
 
@@ -407,7 +408,7 @@ class Scheduler:
       for (stream, _), group in zip(batch.places, batch.seen, strict=True)
     ]
     useful = itertools.compress(kinds, batch.useful)
-    self._in_vain = 0 if any(batch.useful) else self._in_vain + len(batch.seen)
+    self._exhaustion.observe(batch.useful, self._opening.quotas(batch.terms))
     self._opening.acceptance.count(
       collections.Counter(kinds), collections.Counter(useful)
     )
@@ -426,50 +427,20 @@ class Scheduler:
     if self._borrow:
       metrics['rollout/borrowed'] = batch.filling.borrowed
     if self._dynamic:
-      metrics |= self._short(batch)
+      lacking = sum(batch.filling.lacking().values())
+      metrics['rollout/missing'] = lacking - metrics.get('rollout/borrowed', 0)
+      metrics |= self._exhaustion.metrics()
     metrics |= ledger.relief(sampled, self._asp.relief)
     return metrics, [ledger.line(entry) for entry in batch.settled]
 
-  def _short(self, batch: OpenBatch) -> dict[str, float]:
-    """What the batch lacks, and whom that is due to; which is noted once."""
-    lacking = sum(batch.filling.lacking().values())
-    metrics = {
-      'rollout/missing': lacking - (batch.filling.borrowed if self._borrow else 0)
-    }
-    quotas = self._opening.filling(batch.terms).lacking()
-    barren = {
-      stream for stream, n in quotas.items() if self._opening.is_barren(stream, n)
-    }
-    for stream in sorted(barren - self._barren):
-      self._notes.append(
-        f'{stream}: {self._source.in_vain(stream):,} prompts were asked since a group '
-        'had spread in its rewards; until one has, its share of a batch is asked for '
-        f'once a step, not up to {MOST_QUOTAS} times'
-      )
-    self._barren = barren
-    for stream in self._source.sizes:
-      metrics[f'rollout/in_vain/{stream}'] = self._source.in_vain(stream)
-    return metrics
-
   def notes(self) -> list[str]:
     """What whoever watches the run should know, each once."""
-    notes, self._notes = self._notes, []
-    return notes
+    return self._exhaustion.notes()
 
   def exhausted(self, step: int) -> str | None:
-    """Why this step and all later ones have nothing to learn from; None: they may.
-
-    So it is with dynamic sampling where a whole pass over all that is drawn from, and
-    ten batches of groups at least, have brought none with spread.
-    """
-    enough = self._dynamic and self._in_vain >= MOST_QUOTAS * self._groups
-    found = self._source.exhausted(step) if enough else []
-    if not found:
-      return None
-    return (
-      f'nothing is left to learn from: a whole pass over {", ".join(found)} brought no '
-      'group with spread in its rewards, every prompt is always solved or never'
-    )
+    """Why dynamic sampling finds nothing to learn from at this step and all later ones;
+    None: it may."""
+    return self._exhaustion.reason(step) if self._dynamic else None
 
   def pending(self) -> list[dict[str, Any]]:
     """A line for each group without a fate: what the end of a run leaves."""
@@ -490,11 +461,8 @@ class Scheduler:
       'draw': self._draw,
       'next': self._next,
       'kept': self._learning.kept,
-      'in_vain': self._in_vain,
-      'acceptance': {
-        stream: [[size, *pair] for size, pair in sizes.items()]
-        for stream, sizes in self._opening.acceptance.counts.items()
-      },
+      'in_vain': self._exhaustion.in_vain,
+      'acceptance': self._opening.acceptance.state_dict(),
       'turns': self._opening.turns.state_dict(),
       'ahead': [[list(dataclasses.astuple(p)) for p in picks] for picks in self._ahead],
       'sagc': None if self._sagc is None else self._sagc.state_dict(),
@@ -546,12 +514,9 @@ class Scheduler:
       if controller is not None:
         controller.load_state_dict(state[name])
     self._draw, self._next = state['draw'], state['next']
-    self._in_vain = state['in_vain']
+    self._exhaustion.in_vain = state['in_vain']
     self._learning.kept = state['kept']
-    self._opening.acceptance.counts = {
-      stream: {size: pair for size, *pair in rows}
-      for stream, rows in state['acceptance'].items()
-    }
+    self._opening.acceptance.load_state_dict(state['acceptance'])
     self._opening.turns.load_state_dict(state['turns'])
     self._ahead = [tuple(Pick(*p) for p in picks) for picks in state['ahead']]
     pending = state['pending']
