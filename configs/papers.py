@@ -139,12 +139,15 @@ SNOOZE = dict(
   ),
 )
 
-# Of these problems 15 % are stubborn: neither solved nor hopeless, whatever is learned.
-# They keep batches full of what is useful, so that the others can be left alone for long.
+# 30 % of fewer problems are stubborn: neither solved nor hopeless, whatever is learned.
+# They keep batches full of what is useful, so that the others, which are settled from
+# the start for the most part, can be left alone for long.
 STUBBORN = SNOOZE | dict(
+  steps=300,
   workload=dict(
-    gsm8k=SNOOZE['workload']['gsm8k'] | dict(stubborn=0.15, gain_spread=0.5)
-  )
+    gsm8k=SNOOZE['workload']['gsm8k']
+    | dict(count=2000, pass_rate=0.95, pass_spread=6.0, stubborn=0.3, gain_spread=0.5)
+  ),
 )
 GROWING = dict(factor=5, growth=2.0, cap=32)
 
