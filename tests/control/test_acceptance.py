@@ -1,8 +1,8 @@
 """How often groups turn out useful, by stream and size, and what is asked for by it."""
 
-from control.test_scheduler import prompt_of
 import numpy as np
 import pytest
+from schedules import prompt_of
 from toys import graded, through_files
 
 from jaxrl_sched.control.opening import Acceptance

@@ -3,9 +3,9 @@ the run ends with a reason."""
 
 import collections
 
-from control.test_scheduler import EASY, HARD, USEFUL, play, prompt_of, scheduler
 import numpy as np
 import pytest
+from schedules import EASY, HARD, USEFUL, play, prompt_of, scheduler
 from toys import graded, through_files
 
 from jaxrl_sched.control.asp import Asp

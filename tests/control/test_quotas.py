@@ -3,11 +3,11 @@
 import collections
 import json
 
-from control.test_scheduler import HARD, USEFUL, play, prompt_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from schedules import HARD, USEFUL, play, prompt_of
 from toys import through_files
 
 from jaxrl_sched.control.asp import Asp
