@@ -78,7 +78,6 @@ def prepared(*overrides):
     ('learner.window=0', 'learner.window: 0, expected at least 1'),
     ("sampling.stop_strings=['']", "sampling.stop_strings: '', expected some text"),
     ('model.init.d_model=64', 'config.model: expected either path or init'),
-    ('prompts.datasets.sums.weight=99', "dataset 'last_digits': weight 1.0 gives it"),
     ('checkpoint.keep=0', 'config.checkpoint.keep: 0, expected at least 1'),
     ('loss.kind=ppo', "config.loss.kind: 'ppo', expected one of grpo, dapo"),
     ('loss.kl=k4', "config.loss.kl: 'k4', expected one of k1, k2, k3"),
