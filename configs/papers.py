@@ -139,6 +139,18 @@ SNOOZE = dict(
   ),
 )
 
+# 30 % of fewer problems are stubborn: neither solved nor hopeless, whatever is learned.
+# They keep batches full of what is useful, so that the others, which are settled from
+# the start for the most part, can be left alone for long.
+STUBBORN = SNOOZE | dict(
+  steps=300,
+  workload=dict(
+    gsm8k=SNOOZE['workload']['gsm8k']
+    | dict(count=2000, pass_rate=0.95, pass_spread=6.0, stubborn=0.3, gain_spread=0.5)
+  ),
+)
+GROWING = dict(factor=5, growth=2.0, cap=32)
+
 # --- ASP (OpenReview oskhumpV2y): several instances and a trainer; 3.22x ---
 
 # Models and sizes are not public. Here 12 GPUs sample and 4 learn; 32 slots of
@@ -242,7 +254,11 @@ VARIANTS = {
   'any': ANY | dict(sagc=ANY_CONTROLLER),
   'snooze_dapo': SNOOZE,
   'snooze_5': SNOOZE | dict(snooze=dict(factor=5)),
+  'snooze_growing': SNOOZE | dict(snooze=GROWING),
   'snooze_filter': SNOOZE | dict(snooze=dict(factor=float('inf'))),
+  'stubborn_dapo': STUBBORN,
+  'stubborn_5': STUBBORN | dict(snooze=dict(factor=5)),
+  'stubborn_growing': STUBBORN | dict(snooze=GROWING),
   'asp_static': ASP | dict(asp=dict(refill=False)),
   'asp_colocated': ASP | dict(engines=16, costs=costs(7.6, 16, 57_344)),
   'asp_sorted': ASP | dict(asp=dict(refill=False), lengths={}),

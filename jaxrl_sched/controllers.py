@@ -13,7 +13,6 @@ from jaxrl_sched.checks import named
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.difficulty import open_tiers
 from jaxrl_sched.control.lengths import LengthPredictor
-from jaxrl_sched.control.quotas import split
 from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
@@ -60,14 +59,14 @@ def make_scheduler(
     ValueError: what does not go together, or with these prompts.
   """
   s, sagc, lengths = c['scheduler'], None, None
-  least = most = s['groups_per_step']
+  most = s['groups_per_step']
   if c['sagc'] is not None:
     with named('config.sagc.'):
       sagc = SAGC(**c['sagc'], start=s['group_size'], seed=c['seed'])
     if sagc.hold == 'rollouts':
-      least, most = (most * s['group_size'] // of(sagc.sizes) for of in (max, min))
+      most = most * s['group_size'] // min(sagc.sizes)
   if s['quotas'] and not (sagc is not None and sagc.prompt_aware):  # those roll
-    _check_quotas(prompts, least, most)
+    _check_quotas(prompts, most)
   tiers, sizes, weights = None, prompts.sizes, prompts.weights
   if c['tiers'] is not None:
     block = c['tiers'] | {'table': _on_this_host(c['tiers']['table'])}
@@ -81,7 +80,7 @@ def make_scheduler(
     limit = sampling.max_new_tokens
     lengths = LengthPredictor(prompts.sizes, limit=limit, **c['lengths'])
   source = Source(snooze, tiers)
-  for step in (0, c['steps']):  # before hard prompts are released, and after
+  for step in [0] if tiers is None else tiers.phases:
     _check_pools(source, step, most, quotas=s['quotas'])
   return Scheduler(
     source,
@@ -170,20 +169,14 @@ def _on_this_host(tables: Any) -> Any:
   return storage.fetched(tables) if is_remote else tables
 
 
-def _check_quotas(prompts: PromptSet, least: int, most: int) -> None:
-  """Every dataset is to be in every batch, of `least` to `most` groups, and no prompt
-  twice."""
-  fewest, quotas = split(least, prompts.weights), split(most, prompts.weights)
+def _check_quotas(prompts: PromptSet, most: int) -> None:
+  """No prompt is to be twice in a batch, of at most so many groups."""
+  total = sum(prompts.weights.values())
   for name, weight in prompts.weights.items():
-    if fewest[name] == 0:
-      raise ValueError(
-        f'dataset {name!r}: weight {weight} gives it none of {least} groups a step '
-        '(scheduler.groups_per_step, or what the largest size of sagc leaves), expected '
-        'at least one'
-      )
-    if quotas[name] > prompts.sizes[name]:
+    quota = math.ceil(most * weight / total - 1e-9)
+    if quota > prompts.sizes[name]:
       raise ValueError(
         f'dataset {name!r}: {prompts.sizes[name]} prompts kept (and '
-        f'{prompts.dropped[name]} too long), expected at least the {quotas[name]} of one '
+        f'{prompts.dropped[name]} too long), expected at least the {quota} of one '
         'batch'
       )

@@ -30,7 +30,8 @@ def train(
 
   Step v starts from weights version v. Before it, those weights are evaluated and
   saved where that is due, so a checkpoint, its score and line v of the metrics
-  speak of the same weights; the last line, `steps`, has the final evaluation only.
+  speak of the same weights; the last line, `steps`, has the final evaluation only. It
+  comes before `steps` where the scheduler finds that nothing is left to learn from.
 
   Args:
     evaluate: step -> metrics and the score by which the best checkpoint is kept.
@@ -38,14 +39,15 @@ def train(
     samples_of: groups of a step's first round -> lines of samples.jsonl.
 
   Returns:
-    Whether the run is complete. False: it was asked to stop, and has saved.
+    Whether the run has ended. False: it was asked to stop, and has saved.
   """
   for step in range(engine.step, steps + 1):
     boundary = scheduler.freeze()
     try:
       found, score, began = {}, None, engine.now()
-      is_judged = evaluate is not None and (step % evaluate_every == 0 or step == steps)
-      is_saved = step > 0 and (step % save_every == 0 or step == steps)
+      is_last = step == steps or scheduler.exhausted(step) is not None
+      is_judged = evaluate is not None and (step % evaluate_every == 0 or is_last)
+      is_saved = step > 0 and (step % save_every == 0 or is_last)
       # Bundles under way are a part of what is saved, with the tokens they have got; and
       # sampling them counts as the step's time, not as an evaluation's.
       if is_judged or is_saved:
@@ -58,13 +60,15 @@ def train(
       if is_saved:
         recorder.flush()  # what came before a checkpoint is on disk before it
         engine.save(boundary(), score=score)
-      if step == steps:
+      if is_last:
         recorder.rollouts(step, scheduler.pending())
         recorder.log(step, found)
         break
       numbers = _step(engine, scheduler, recorder, step, samples_of)
       numbers['time/step_s'] += drained
       recorder.log(step, found | numbers)
+      for note in scheduler.notes():
+        recorder.say(note)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
       scheduler.keep(engine.drain(step + scheduler.lag))

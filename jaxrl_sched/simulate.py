@@ -110,6 +110,8 @@ def simulate(
     evaluate=None,
     compare_every=steps,
   )
+  if (reason := scheduler.exhausted(engine.step)) is not None:
+    book.say(f'ended at step {engine.step} of {steps}: {reason}')
   row = summary.summarise(book, engine.totals())
   if trace is None:
     rates = [workload.pass_rates(name) for name in prompts.sizes]
@@ -256,12 +258,12 @@ def main(argv: list[str] | None = None) -> int:
   cells = comparison.cells(found)
   width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
   print(summary.aligned(cells, width))
-  for note in _of_trace(found):
+  for note in _notes(found):
     print(note)
   if arguments.out is not None:
     try:
       title = pathlib.Path(arguments.config).name
-      comparison.write(arguments.out, title, found, [*notes, *_of_trace(found)])
+      comparison.write(arguments.out, title, found, [*notes, *_notes(found)])
     except OSError as error:
       print(f'error: --out={arguments.out}: {error}', file=sys.stderr)
       return 2
@@ -350,10 +352,11 @@ def _recorded(name: str | None) -> pathlib.Path | None:
   return storage.fetched(folder, lambda other: other in (file, 'config.json')) / file
 
 
-def _of_trace(found: dict[str, list[Run]]) -> list[str]:
-  """Of each setting for which the trace could not answer all."""
+def _notes(found: dict[str, list[Run]]) -> list[str]:
+  """Of each setting: what its runs said, and whether the trace could answer all."""
   notes = []
   for name, runs in found.items():
+    notes += [f'{name}, seed {r.seed}: {note}' for r in runs for note in r.book.notes]
     recorded, groups = (
       sum(getattr(r, k) for r in runs) for k in ('recorded', 'groups')
     )

@@ -208,6 +208,9 @@ def _run(
   else:
     say(f'Done in {took}.')
   say(f'Workdir: {workdir}   Report: {workdir / page.name}')
+  if (reason := run.scheduler.exhausted(engine.step)) is not None:
+    print(f'error: ended at step {engine.step} of {steps}: {reason}', file=sys.stderr)
+    return True, 1
   if summary.get('total/updates') == 0:
     print(
       'error: no update was made: no group had answers of different reward',

@@ -78,7 +78,6 @@ def prepared(*overrides):
     ('learner.window=0', 'learner.window: 0, expected at least 1'),
     ("sampling.stop_strings=['']", "sampling.stop_strings: '', expected some text"),
     ('model.init.d_model=64', 'config.model: expected either path or init'),
-    ('prompts.datasets.sums.weight=99', "dataset 'last_digits': weight 1.0 gives it"),
     ('checkpoint.keep=0', 'config.checkpoint.keep: 0, expected at least 1'),
     ('loss.kind=ppo', "config.loss.kind: 'ppo', expected one of grpo, dapo"),
     ('loss.kl=k4', "config.loss.kl: 'k4', expected one of k1, k2, k3"),
@@ -431,7 +430,6 @@ BY_PROMPT = (SIZES, 'sagc.prompt_aware=True', 'loss.averaging=group')
       ['sagc.sizes=(2, 8)'],
       'config.scheduler.group_size: 4, expected one of config.sagc.sizes=[2, 8]',
     ),
-    (['sagc.sizes=(4, 16)'], 'weight 1.0 gives it none of 1 groups a step'),
     (BY_PROMPT, 'config.lengths: None, expected a block (--config.lengths={}), as sa'),
     (
       [SIZES, 'sagc.prompt_aware=True', 'lengths={}'],
@@ -572,6 +570,12 @@ def test_a_bad_schedule_is_refused(overrides, message):
 def test_a_batch_that_prompts_are_too_few_for_is_refused(overrides, message):
   """F4, where sizes of groups or streams vary."""
   refused(message, *overrides)
+
+
+def test_a_dataset_may_be_in_every_second_batch_only():
+  """16 rollouts are one group of 16 at times: of two datasets each has it in turn."""
+  scheduler = prepared('sagc.sizes=(4, 16)').scheduler
+  assert len(scheduler.plan(0).requests) > 0
 
 
 def test_group_sizes_with_a_lag_are_warned_of():

@@ -171,6 +171,31 @@ def test_without_useful_groups_the_step_is_counted_and_the_run_goes_on(tmp_path)
   assert first['pass_rate'] == 1
 
 
+def test_a_run_with_nothing_left_to_learn_from_ends_evaluated_and_saved(tmp_path):
+  """Nine prompts, all solved, two a step: twenty groups in the first step. The same
+  command does not sample again."""
+
+  class AllRight(PaperEngine):
+    def collect(self, bundle, enough):
+      return [graded(r, [1] * r.size) for r in self._requests]
+
+    def learn(self, lesson):
+      self.step += 1
+      return {'update/skipped': 1.0}
+
+  engine = AllRight()
+  assert run(engine, tmp_path, steps=50, save_every=100, evaluate_every=100)
+  found = lines(tmp_path)
+  assert [line['step'] for line in found] == [0, 1]
+  assert found[0]['rollout/groups_generated'] == 20
+  assert 'eval/a/pass@1' in found[1] and 'pass_rate' not in found[1]
+  assert list(engine.saved) == [1] and engine.saved[1][1] is not None
+  again = AllRight(saved=engine.saved)
+  assert run(again, tmp_path, steps=50, save_every=100, evaluate_every=100)
+  assert not any(event.startswith('sample') for event in again.events)
+  assert lines(tmp_path) == found
+
+
 def judged(verdicts, **settings):
   class Given:
     def evaluate(self, requests):

@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from toys import lines
+from toys import graded, lines
 
 from jaxrl_sched import config, evaluate, simulate, train
 from jaxrl_sched.metrics import to_json
@@ -371,6 +371,56 @@ def test_the_config_to_copy_trains(tmp_path, monkeypatch, capsys):
   assert 'eval/held_out/pass@1' in found[1]
   assert lines(tmp_path / 'run', 'samples.jsonl') == []
   capsys.readouterr()
+
+
+class Solved:
+  """An engine under which every answer is right."""
+
+  step, progress = 0, None
+
+  def __getattr__(self, name):  # whatever else is asked of it
+    return lambda *_, **__: {} if name == 'drain' else None
+
+  def agree(self, make):
+    return make()
+
+  def now(self):
+    return time.perf_counter()
+
+  def spans(self):
+    return []
+
+  def submit(self, plan):
+    self.requests = plan.requests
+
+  def collect(self, bundle, enough):
+    return [graded(r, [1.0] * r.size) for r in self.requests]
+
+  def collect_rest(self):
+    return []
+
+  def learn(self, lesson):
+    self.step += 1
+    return {'update/skipped': 1.0}
+
+  def text_of(self, completion, stop_ids):
+    return ''
+
+
+def test_a_solved_dataset_ends_the_run_with_a_reason(tmp_path, monkeypatch, capsys):
+  """Two datasets of 64 prompts: once all were asked, and not much more."""
+  monkeypatch.setattr(config, 'build_engine', lambda *_, **__: Solved())
+  argv = [f'--config={ROOT}/configs/smoke.py', f'--workdir={tmp_path}']
+  argv += ['--config.steps=300', '--config.evaluate=None']
+  assert train.main(argv) == 1
+  out, err = capsys.readouterr()
+  found, [error] = lines(tmp_path), err.splitlines()
+  ended = f'error: ended at step {len(found) - 1} of 300: nothing is left to learn from'
+  assert error.startswith(ended)
+  assert out.count('prompts were asked since a group had spread') == 2
+  generated = [line.get('rollout/groups_generated', 0) for line in found]
+  assert max(generated) <= 2 * 20 and 2 * 64 <= sum(generated) <= 2 * 64 + 2 * 20
+  assert (tmp_path / 'report.html').exists()
 
 
 def test_help(capsys):

@@ -227,23 +227,24 @@ def _minibatches(whole: Share, begins: np.ndarray, size: int) -> Share:
 # --- the order of bundles --------------------------------------------------------------
 
 
-def windows(highs: Sequence[float] | np.ndarray, blocks: int) -> list[np.ndarray]:
+def windows(
+  highs: Sequence[float] | np.ndarray, sizes: Sequence[int]
+) -> list[np.ndarray]:
   """One dataset's candidates of a window, cut into bundles alike in length.
 
   Args:
     highs: [n] predicted longest, in draw order.
-    blocks: how many, of equal size.
+    sizes: of the blocks, n in all.
 
   Returns:
     The indices of each block, the shortest block first; inside a block in draw order,
     as in a bundle that was planned alone.
   """
   highs = np.asarray(highs, np.float64)
-  _check_count('blocks', blocks)
-  if len(highs) % blocks:
-    raise ValueError(f'blocks: {blocks}, expected a divisor of {len(highs)} prompts')
+  if not len(sizes) or min(sizes) < 0 or sum(sizes) != len(highs):
+    raise ValueError(f'sizes: {list(sizes)}, expected a sum of {len(highs)} prompts')
   order = np.argsort(highs, kind='stable')
-  return [np.sort(block) for block in np.split(order, blocks)]
+  return [np.sort(block) for block in np.split(order, np.cumsum(sizes)[:-1])]
 
 
 def levelled(durations: Sequence[float] | np.ndarray) -> list[int]:

@@ -1,8 +1,9 @@
-"""Difficulty tiers: hard prompts wait, easy ones may go, the informative middle counts
-double. From pass rates that other policies had: they choose weights, never verdicts.
+"""Difficulty tiers: hard prompts wait, easy ones go in time, the middle counts double.
+From pass rates that other policies had: they choose weights, never verdicts.
 
 Each (dataset, tier) is a stream, '<dataset>/<tier>': a dataset of its own for whatever
-draws prompts. Weights are a function of the step and of the recorded release.
+draws prompts. Weights are a function of the step and of what is recorded: when hard
+prompts were released, and easy ones dropped.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +16,9 @@ import zlib
 import numpy as np
 
 from jaxrl_sched.control.base import check_state
+from jaxrl_sched.control.quotas import RollingQuotas
 
-VERSION = 1
+VERSION = 2
 TIERS = ('hard', 'medium', 'easy')
 MARGIN = 1e-9  # a mean of rates of 0.05 may be rounded to more
 
@@ -141,7 +143,8 @@ class Tiers:
     low, high: hard up to, easy from on.
     boost: of hard, medium and easy prompts.
     release: hard prompts are drawn from this share of the steps on; 1 is never.
-    drop_easy: easy ones are never drawn.
+    drop_easy_at: easy ones are drawn before this share of the steps only; 0 is never, 1
+      always.
   """
 
   def __init__(
@@ -154,13 +157,19 @@ class Tiers:
     high: float = 0.95,
     boost: tuple = (1.0, 2.0, 1.0),
     release: float = 0.5,
-    drop_easy: bool = False,
+    drop_easy_at: float = 1.0,
   ):
-    _check(rates, weights, steps, low, high, boost, release)
-    self._weights = {name: float(weights[name]) for name in rates}
+    _check(rates, weights, steps, low, high, boost, release, drop_easy_at)
+    self._weights, self._steps = {n: float(weights[n]) for n in rates}, steps
     self._boost = dict(zip(TIERS, map(float, boost), strict=True))
     # Rounding must not put a release at 0.55 of 100 steps off to step 56.
     self._release_at = math.ceil(release * steps - MARGIN)
+    self._drop_at = math.ceil(drop_easy_at * steps - MARGIN)
+    # Where the run goes past its planned end, easy ones are drawn on.
+    self._drop_at = math.inf if drop_easy_at == 1 else self._drop_at
+    # State, and `planned` below.
+    self._released: int | None = None  # the step of it
+    self._dropped: int | None = None
     self._streams: dict[str, tuple[str, np.ndarray]] = {}
     self._of: dict[str, dict[str, str]] = {}  # dataset -> tier -> stream
     self._ranks: dict[str, _Ranks] = {}
@@ -172,7 +181,7 @@ class Tiers:
       self._of[name], self._ranks[name] = {}, _Ranks(found)
       for t, label in enumerate(TIERS):
         indices = np.flatnonzero(found == t).astype(np.int32)
-        if len(indices) and not (label == 'easy' and drop_easy):
+        if len(indices) and not (label == 'easy' and self._drop_at == 0):
           stream = self._of[name][label] = f'{name}/{label}'
           self._streams[stream] = name, indices
       self._check_live(name, np.bincount(found, minlength=3))
@@ -183,33 +192,43 @@ class Tiers:
       for stream, (_, indices) in self._streams.items()
     }
 
-    # State. `planned` counts the groups asked of each stream since its tiers are live.
-    self._released: int | None = None  # the step of it
-    self._planned = dict.fromkeys(self._streams, 0)
-    # A cache: `sent` follows `quotas` as a rule.
-    self._asked: tuple[Any, dict[str, int]] | None = None
+    self._planned = {n: RollingQuotas(of.values()) for n, of in self._of.items()}
 
   def _check_live(self, name: str, counts: np.ndarray) -> None:
     """There must be something to draw in every phase, or the dataset has no share."""
-    for phase, released in (('before', False), ('after', True)):
-      empty = phase == 'before' and self._release_at == 0
-      if not empty and not any(self._values(name, released).values()):
+    for step in self.phases:
+      if not any(self._values(name, step).values()):
         told = ', '.join(f'{n} {t}' for n, t in zip(counts, TIERS, strict=True))
         raise ValueError(
-          f'tiers: dataset {name!r} has {told} prompts, none of which may be drawn '
-          f'{phase} hard ones are released at step {self._release_at}'
+          f'tiers: dataset {name!r} has {told} prompts, none of which may be drawn from '
+          f'step {step} on: hard ones are released at step {self._release_at}, easy ones '
+          + (
+            'stay' if self._drop_at == math.inf else f'dropped at step {self._drop_at}'
+          )
         )
 
-  def _values(self, name: str, released: bool) -> dict[str, float]:
+  def _values(self, name: str, step: int) -> dict[str, float]:
     """v of the dataset's streams."""
+    waits = {'hard': not self._is_released(step), 'easy': self._is_dropped(step)}
     return {
-      stream: len(self._streams[stream][1]) * self._boost[label]
-      if label != 'hard' or released
-      else 0.0
+      stream: 0.0
+      if waits.get(label, False)
+      else len(self._streams[stream][1]) * self._boost[label]
       for label, stream in self._of[name].items()
     }
 
   # --- questions ---
+
+  @property
+  def phases(self) -> list[int]:
+    """The steps of the run at which weights become others, the first one included."""
+    changes = {0, self._release_at, self._drop_at}
+    return sorted(step for step in changes if step < self._steps or step == 0)
+
+  def is_release_due(self, step: int) -> bool:
+    """Whether there are hard prompts that still wait at this step, but not to the end."""
+    waits = not self._is_released(step) and self._release_at < self._steps
+    return waits and any('hard' in of for of in self._of.values())
 
   @property
   def datasets(self) -> dict[str, float]:
@@ -239,7 +258,7 @@ class Tiers:
     """Stream -> its share of a batch, 0 for one that waits. Sums to the datasets'."""
     found = {}
     for name, weight in self._weights.items():
-      values = self._values(name, self._is_released(step))
+      values = self._values(name, step)
       total = sum(values.values())
       found |= {stream: weight * v / total for stream, v in values.items()}
     return found
@@ -250,54 +269,36 @@ class Tiers:
     The split rolls on from step to step, so that a stream whose share of a batch is
     less than one group gets one now and then, and a dataset's total stays as it is.
     """
-    asked = step, tuple(of.items())
-    if self._asked is None or self._asked[0] != asked:
-      self._asked = asked, self._split(step, of)
-    return dict(self._asked[1])
-
-  def _split(self, step: int, of: Mapping[str, int]) -> dict[str, int]:
-    weights = self.weights(step)
     found = dict.fromkeys(self._streams, 0)
-    # From a release on shares are others, and nobody is owed what was before.
-    anew = self._released is None and self._is_released(step)
-    planned = dict.fromkeys(self._streams, 0) if anew else self._planned
     for name, groups in of.items():
-      live = [stream for stream in self._of[name].values() if weights[stream] > 0]
-      if not live:
-        continue
-      shares = [weights[stream] / self._weights[name] for stream in live]
-      counts = [planned[stream] for stream in live]
-      total, places = sum(counts), range(len(live))
-      for n in range(total + 1, total + groups + 1):
-        most = -math.inf
-        for i in places:  # the first of those owed most
-          owed = shares[i] * n - counts[i]
-          if owed > most:
-            most, first = owed, i
-        counts[first] += 1
-        found[live[first]] += 1
+      found |= self._planned[name].next(groups, self._values(name, step))
     return found
 
   def _is_released(self, step: int) -> bool:
     # Once is for good, also where the run is made longer.
-    at = self._release_at if self._released is None else self._released
-    return step >= at
+    return step >= (self._release_at if self._released is None else self._released)
+
+  def _is_dropped(self, step: int) -> bool:
+    return step >= (self._drop_at if self._dropped is None else self._dropped)
 
   # --- what happened ---
 
   def sent(self, step: int, of: Mapping[str, int]) -> None:
     """The plan of a step, with `quotas(step, of)`, is on its way."""
-    quotas = self.quotas(step, of)
+    for name, groups in of.items():
+      values = self._values(name, step)
+      self._planned[name].take(self._planned[name].next(groups, values), values)
     if self._released is None and self._is_released(step):
       self._released = step
-      self._planned = dict.fromkeys(self._streams, 0)
-    for stream, n in quotas.items():
-      self._planned[stream] += n
-    self._asked = None
+    if self._dropped is None and self._is_dropped(step):
+      self._dropped = step
 
   def metrics(self) -> dict[str, float]:
-    """Whether hard prompts are released."""
-    return {'tiers/released': float(self._released is not None)}
+    """Whether hard prompts are released, and easy ones dropped."""
+    return {
+      'tiers/released': float(self._released is not None),
+      'tiers/easy_dropped': float(self._dropped is not None),
+    }
 
   # --- state ---
 
@@ -306,7 +307,8 @@ class Tiers:
       'version': VERSION,
       'streams': {stream: list(d) for stream, d in self._described.items()},
       'released': self._released,
-      'planned': dict(self._planned),
+      'dropped': self._dropped,
+      'planned': {name: quotas.state_dict() for name, quotas in self._planned.items()},
     }
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -325,9 +327,9 @@ class Tiers:
           'thresholds or the prompts have changed'
         )
     check_state('tiers.planned', state['planned'], own['planned'])
-    self._asked = None
-    self._released = state['released']
-    self._planned = {stream: state['planned'][stream] for stream in self._streams}
+    for name, quotas in self._planned.items():
+      quotas.load_state_dict(state['planned'][name])
+    self._released, self._dropped = state['released'], state['dropped']
 
 
 class _Ranks:
@@ -362,7 +364,7 @@ def open_tiers(
   high: float = 0.95,
   boost: tuple = (1.0, 2.0, 1.0),
   release: float = 0.5,
-  drop_easy: bool = False,
+  drop_easy_at: float = 1.0,
 ) -> Tiers:
   """Tiers by the pass rates of one or several tables; see `read_rates` and `Tiers`."""
   return Tiers(
@@ -373,11 +375,11 @@ def open_tiers(
     high=high,
     boost=boost,
     release=release,
-    drop_easy=drop_easy,
+    drop_easy_at=drop_easy_at,
   )
 
 
-def _check(rates, weights, steps, low, high, boost, release) -> None:
+def _check(rates, weights, steps, low, high, boost, release, drop_easy_at) -> None:
   def need(good: bool, key: str, value: Any, expected: str) -> None:
     if not good:
       raise ValueError(f'tiers.{key}: {value!r}, expected {expected}')
@@ -400,3 +402,5 @@ def _check(rates, weights, steps, low, high, boost, release) -> None:
   )
   need(good, 'boost', boost, 'three numbers of 0 or more: hard, medium, easy')
   need(0 <= release <= 1, 'release', release, '0 to 1')
+  good = type(drop_easy_at) in (int, float) and 0 <= drop_easy_at <= 1
+  need(good, 'drop_easy_at', drop_easy_at, '0 to 1')

@@ -52,7 +52,7 @@ class Quotas:
       self.left.append(group)
 
   def settle(self, *, last: bool) -> None:
-    """A round is over; `last`: there will be no other."""
+    """A round is over; `last`: it was the last one. Call it once with `last`."""
     if last and self._borrow:
       short = sum(self.lacking().values()) - len(self._borrowed)
       self._borrowed += self.left[:short]
@@ -66,21 +66,17 @@ class Pot:
   """
 
   def __init__(self, groups: int, weights: Mapping[str, float]):
-    self._groups, self._weights = groups, dict(weights)
+    self._groups, self.weights = groups, dict(weights)
     self.accepted: list[Group] = []
     self.left: list[Group] = []
 
   def copy(self) -> 'Pot':
-    other = Pot(self._groups, self._weights)
+    other = Pot(self._groups, self.weights)
     other.accepted = list(self.accepted)
     return other
 
   def lacking(self) -> dict[str, int]:
-    return self.split(self._groups - len(self.accepted))
-
-  def split(self, n: int) -> dict[str, int]:
-    """n requests, by weight."""
-    return split(n, self._weights)
+    return split(self._groups - len(self.accepted), self.weights)
 
   def offer(self, stream: str, group: Group) -> None:
     del stream
@@ -130,7 +126,8 @@ class Turns:
 class Rolling(Turns):
   """So many rollouts in useful groups of several sizes, streams taking turns.
 
-  A stream that has nothing to give keeps its turn until the last round.
+  A stream that has nothing to give keeps its turn until the last round; then others
+  take it, and it is owed nothing: one that gives no more would have all turns in time.
 
   Args:
     sizes: of the groups that may still come; a group goes in where these can fill
@@ -182,14 +179,19 @@ class Rolling(Turns):
     names = list(self.counts)
     weights = [self._weights[name] for name in names]
     while self.rest:
-      can_give = [not last or bool(self._waiting[name]) for name in names]
-      i = roll([self.counts[name] for name in names], weights, can_give)
-      if i is None or not self._waiting[names[i]]:
+      counts = [self.counts[name] for name in names]
+      turn = giver = roll(counts, weights, [True] * len(names))
+      if last:
+        giver = roll(counts, weights, [bool(self._waiting[name]) for name in names])
+      if giver is None or not self._waiting[names[giver]]:
         break
-      group = self._waiting[names[i]].popleft()
+      group = self._waiting[names[giver]].popleft()
       if not self._budget.fits(group.request.size):
         self._surplus.append(group)
         continue
       self._budget.take(group.request.size)
-      self.counts[names[i]] += 1
+      self.counts[names[turn]] += 1
       self.accepted.append(group)
+    if last:
+      for name in self.turns(math.ceil(self.rest / self._size)):
+        self.counts[name] += 1

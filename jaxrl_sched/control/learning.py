@@ -22,7 +22,7 @@ class OpenBatch:
   version: int  # of the weights it is sampled with
   terms: Terms
   filling: Quotas | Pot | Turns
-  most: dict[str, int]  # requests to a stream in a round
+  allowed: dict[str, int]  # stream -> requests that there may still be
   round: int = 0
   asked: int = 0  # requests in the first round
   is_awaited: bool = False  # a round is on its way
@@ -159,7 +159,7 @@ class Learning:
     """Of the controllers, after `learn`."""
     metrics = {}
     if self._pruner is not None:
-      metrics |= self._pruner.metrics()
+      metrics |= self._pruner.metrics(batch.bundle)
       if batch.visited:
         metrics['dppo/prompts_kept'] = 1 - batch.pruned / batch.visited
     if self._pruner is not None or self._answer_pruner is not None:

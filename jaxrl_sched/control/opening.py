@@ -1,13 +1,16 @@
 """How a bundle begins: its group size, whose groups it takes, how many it asks for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
+from typing import Any
 
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.filling import Pot, Quotas, Rolling, Turns
-from jaxrl_sched.control.quotas import requests_for
+from jaxrl_sched.control.quotas import RollingQuotas, requests_for
 from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.source import Source
+
+CONFIDENCE = 0.95  # that a round brings what is lacking
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,25 +26,74 @@ class Terms:
   is_rolling: bool = False
 
   @property
+  def is_pot(self) -> bool:
+    """Whether useful groups are taken from whatever stream they come."""
+    return self.groups > 0 and bool(self.weights)
+
+  @property
   def by_turns(self) -> bool:
     """Whether streams take turns, and all that is asked for is trained on."""
     return self.groups == 0 and not self.is_rolling
 
 
-@dataclasses.dataclass
-class Yield:
-  """How often a stream's groups turn out useful, forgetting slowly."""
+class Acceptance:
+  """How often groups turn out useful, by stream and group size, forgetting slowly.
 
-  useful: float = 0.0
-  generated: float = 0.0
+  A size that a stream has not had of late is judged by what its other sizes gave. If a
+  share of its prompts is settled, and the pass rates of the others are anything from 0
+  to 1, groups of size G are useful in proportion to the mean of 1 - p^G - (1 - p)^G,
+  which is (G - 1) / (G + 1).
+  """
 
-  @property
-  def rate(self) -> float:
-    return max(0.05, (self.useful + 1) / (self.generated + 2))
+  def __init__(self, streams: Iterable[str]):
+    # stream -> size -> useful groups, all groups
+    self.counts: dict[str, dict[int, list[float]]] = {stream: {} for stream in streams}
 
-  def count(self, useful: int, generated: int) -> None:
-    self.useful = 0.9 * self.useful + useful
-    self.generated = 0.9 * self.generated + generated
+  def rate(self, streams: Iterable[str], size: int) -> float:
+    """Of groups of this size of these streams, taken together: 0.05 to 1."""
+    useful = generated = 0.0
+    others_useful = others_generated = (
+      0.0  # of other sizes, as if they had been of this
+    )
+    for stream in streams:
+      for other, (u, n) in self.counts[stream].items():
+        if other == size:
+          useful, generated = useful + u, generated + n
+        else:
+          others_useful += u * _undecided(size) / _undecided(other)
+          others_generated += n
+    prior = min(1.0, (others_useful + 1) / (others_generated + 2))
+    return max(0.05, (useful + 2 * prior) / (generated + 2))
+
+  def count(
+    self,
+    generated: Mapping[tuple[str, int], int],
+    useful: Mapping[tuple[str, int], int],
+  ) -> None:
+    """Takes in a bundle's groups by (stream, size)."""
+    for sizes in self.counts.values():
+      for pair in sizes.values():
+        pair[:] = (0.9 * x for x in pair)
+    for (stream, size), n in generated.items():
+      pair = self.counts[stream].setdefault(size, [0.0, 0.0])
+      pair[:] = pair[0] + useful.get((stream, size), 0), pair[1] + n
+
+  def state_dict(self) -> dict[str, Any]:
+    return {
+      stream: [[size, *pair] for size, pair in sizes.items()]
+      for stream, sizes in self.counts.items()
+    }
+
+  def load_state_dict(self, state: dict[str, Any]) -> None:
+    """Takes what `saved.check` has passed."""
+    self.counts = {
+      stream: {size: pair for size, *pair in rows} for stream, rows in state.items()
+    }
+
+
+def _undecided(size: int) -> float:
+  """The chance that a group has both right and wrong answers, its pass rate unknown."""
+  return (size - 1) / (size + 1)
 
 
 class Opening:
@@ -63,9 +115,9 @@ class Opening:
     self.rollouts = groups_per_step * group_size
     self._dynamic, self._quotas, self._borrow = dynamic_sampling, quotas, borrow
     self.by_prompt = sagc is not None and sagc.prompt_aware
-    self.yields = {stream: Yield() for stream in source.sizes}
-    self.turns = dict.fromkeys(source.sizes, 0)  # groups so far, where sizes differ
-    self.turned: dict[str, float] = {}  # the weights they were counted under
+    self.acceptance = Acceptance(source.sizes)
+    # Groups so far where sizes differ, requests where streams share a pot.
+    self.turns = RollingQuotas(source.sizes)
 
   def terms(self, bundle: int) -> Terms:
     size, groups = self._group_size, self._groups
@@ -78,7 +130,7 @@ class Opening:
       return Terms(
         size=size,
         groups=0,
-        counts=self._turns(weights),
+        counts=self.turns.counts(weights),
         weights=weights,
         sizes=self._sagc.allowed(bundle),
         is_rolling=self._dynamic,
@@ -88,15 +140,16 @@ class Opening:
       return Terms(size=size, groups=groups, counts=quotas, weights={}, sizes=[])
     return Terms(size=size, groups=groups, counts={}, weights=weights, sizes=[])
 
-  def _turns(self, weights: Mapping[str, float]) -> dict[str, int]:
-    # Weights that have changed make new shares: nobody is owed what was before.
-    return dict(self.turns) if weights == self.turned else dict.fromkeys(weights, 0)
+  def window(self, bundle: int, count: int) -> list[Terms]:
+    """Of so many bundles that are planned together: their quotas follow one another."""
+    first = self.terms(bundle)
+    after = [i * first.groups for i in range(count)]
+    quotas = [self._source.quotas(bundle, first.groups, after=n) for n in after]
+    return [dataclasses.replace(first, counts=counts) for counts in quotas]
 
   def took(self, terms: Terms, counts: Mapping[str, int]) -> None:
     """Turns that a bundle has taken: `counts` at its end, or when it was planned."""
-    turns = self._turns(terms.weights)
-    self.turned = dict(terms.weights)
-    self.turns = {n: turns[n] + counts[n] - terms.counts[n] for n in turns}
+    self.turns.take({n: counts[n] - terms.counts[n] for n in counts}, terms.weights)
 
   def filling(self, terms: Terms) -> Quotas | Pot | Turns:
     """What takes in the groups of a bundle of these terms."""
@@ -112,37 +165,32 @@ class Opening:
   def wanted(
     self,
     filling: Quotas | Pot | Turns,
-    most: Mapping[str, int],
-    *,
-    is_last: bool,
+    size: int,
+    allowed: Mapping[str, int],
   ) -> dict[str, int]:
-    """Stream -> requests of the next round.
-
-    Args:
-      most: requests to a stream in a round.
-      is_last: whether this is the last round that there may be.
-    """
+    """Stream -> requests of the next round, groups of this size: as many as should
+    bring what is lacking in 95 of 100 cases, and no more than are allowed."""
     lacking = filling.lacking()
     if not self._dynamic:
       return lacking
-    confidence = 0.95 if is_last else None
     if not self._quotas:  # all streams are one
-      records = self.yields.values()
-      every = Yield(sum(y.useful for y in records), sum(y.generated for y in records))
-      wanted = requests_for(sum(lacking.values()), every.rate, confidence)
-      return filling.split(min(wanted, sum(most.values())))
+      rate = self.acceptance.rate(lacking, size)
+      n = requests_for(sum(lacking.values()), rate, CONFIDENCE)
+      n = min(n, sum(allowed.values()))
+      return self.turns.next(n, filling.weights)
     wanted = {}
     for stream, missing in lacking.items():
-      # Where streams take turns, what one lacks grows while others give small groups.
-      at_most = max(most[stream], 10 * missing)
-      rate = self.yields[stream].rate
-      wanted[stream] = min(requests_for(missing, rate, confidence), at_most)
+      rate = self.acceptance.rate([stream], size)
+      wanted[stream] = min(requests_for(missing, rate, CONFIDENCE), allowed[stream])
     return wanted
 
-  def count(self, generated: Mapping[str, int], useful: Mapping[str, int]) -> None:
-    """Takes in a bundle's groups by stream."""
-    for stream, record in self.yields.items():
-      record.count(useful.get(stream, 0), generated.get(stream, 0))
+  def quotas(self, terms: Terms) -> dict[str, int]:
+    """Stream -> groups of it in a batch; where sizes differ, if all are small."""
+    filling = self.filling(terms)
+    if not terms.is_rolling:
+      return filling.lacking()
+    order = filling.turns(self.rollouts // min(terms.sizes))
+    return {stream: order.count(stream) for stream in terms.counts}
 
 
 def check_window(asp: Asp, source: Source, sagc: SAGC | None, *, quotas: bool) -> None:

@@ -73,6 +73,10 @@ class Passes:
     self.early_wakes = 0
     self.repeats = 0  # requests while an earlier one of the prompt was open
 
+    self.since = -1  # the newest draw whose group had spread
+    self.in_vain = 0  # prompts with a result of a later draw
+    self._newest = -1  # the newest draw with a result
+
   def ahead(self, n: int) -> Ahead:
     """The next n requests, with nothing changed."""
     if len(self._peeked.indices) < n:
@@ -154,6 +158,28 @@ class Passes:
     self.number, self.cursor = number, cursor
     self._orders.forget_before(number)
     self.forget_ahead()
+
+  def count_in_vain(
+    self,
+    applied: np.ndarray,  # [n] the newest draw of each whose result was in before
+    draws: np.ndarray,  # [n]
+    spread: np.ndarray,  # [n] bool, whether verdicts differ
+  ) -> None:
+    """Results of different prompts have come; whichever of them comes first."""
+    newest, self._newest = self._newest, max(self._newest, int(draws.max(initial=-1)))
+    since = max(self.since, int(draws[spread].max(initial=-1)))
+    if since == self.since:
+      self.in_vain += int(np.count_nonzero(draws > since))
+      self.in_vain -= int(np.count_nonzero(applied > since))
+    elif since >= newest:
+      self.since, self.in_vain = since, int(np.count_nonzero(draws > since))
+    else:
+      self.count_anew(since)
+
+  def count_anew(self, since: int) -> None:
+    """Looks at all prompts for who was asked after this draw."""
+    self.since, self._newest = since, self.rows.newest_result()
+    self.in_vain = self.rows.results_after(since)
 
   def forget_ahead(self) -> None:
     """Whoever changes rows calls this."""

@@ -153,33 +153,34 @@ class Planner:
   # --- several bundles at once (3.6) ---
 
   def window(
-    self, wanted: Mapping[str, int], size: int, count: int, kept: float, when: When
+    self, wanted: Sequence[Mapping[str, int]], size: int, kept: float, when: When
   ) -> Plan | None:
-    """So many of each stream in each of `count` bundles, alike in predicted length.
+    """Several bundles, the prompts of each alike in predicted length.
 
     Args:
+      wanted: of each bundle, so many of each stream.
       kept: expected share of what is sampled that is trained on.
 
     Returns:
       The plan of the first bundle; what is drawn for the others is in `ahead`.
     """
     queues, draw = {}, when.draw
-    for stream, n in wanted.items():
+    for stream in wanted[0]:
       queues[stream] = []
-      for pick in self._ahead(stream, n * count, when):
+      n = sum(of_bundle[stream] for of_bundle in wanted)
+      for pick in self._ahead(stream, n, when):
         if pick.weight > 0:
           pick, draw = dataclasses.replace(pick, draw=draw), draw + 1
         queues[stream].append(pick)
     if not any(queues.values()):
       return None
-    blocks: list[list[Pick]] = [[] for _ in range(count)]
-    for queue in queues.values():
-      placed = [pick for pick in queue if self._has_a_place(pick)]
-      highs = self._predict([self._prompt(p) for p in placed], [size] * len(placed))[1]
-      for block, mine in zip(blocks, windows(highs, count), strict=True):
-        block += [placed[i] for i in mine.tolist()]
+    # Which bundle is the how-maniest in length is settled as if they had come by length;
+    # then each gets what it wants.
+    blocks = self._by_length(queues, wanted, size)
     durations = [self._durations(block, size, kept) for block in blocks]
     order = self._order(durations, when)
+    by_length = [wanted[order.index(rank)] for rank in range(len(wanted))]
+    blocks = self._by_length(queues, by_length, size)
     ahead = [tuple(blocks[i]) for i in order]
     visits = {
       stream: [(p.place, p.number) for p in queue]
@@ -200,6 +201,22 @@ class Planner:
       pruned=pruned,
       ahead=tuple(ahead[1:]),
     )
+
+  def _by_length(
+    self,
+    queues: Mapping[str, Sequence[Pick]],
+    wanted: Sequence[Mapping[str, int]],
+    size: int,
+  ) -> list[list[Pick]]:
+    """Blocks that want so many of each stream, the first one of the shortest answers."""
+    blocks: list[list[Pick]] = [[] for _ in wanted]
+    for stream, queue in queues.items():
+      placed = [pick for pick in queue if self._has_a_place(pick)]
+      highs = self._predict([self._prompt(p) for p in placed], [size] * len(placed))[1]
+      sizes = [of_block[stream] for of_block in wanted]
+      for block, mine in zip(blocks, windows(highs, sizes), strict=True):
+        block += [placed[i] for i in mine.tolist()]
+    return blocks
 
   def drawn(self, picks: Sequence[Pick], size: int, when: When) -> Plan:
     """The plan of a bundle whose prompts were drawn before, with newest predictions."""

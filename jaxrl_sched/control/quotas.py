@@ -1,9 +1,12 @@
 """How many groups come from each dataset, and how many requests they take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import math
+from typing import Any
 
 import numpy as np
+
+from jaxrl_sched.control.base import check_state
 
 _TIE = 1e-9  # what rounding may do to numbers that are equal on paper
 _HEAVIEST = 1e12  # a weight
@@ -41,6 +44,84 @@ def largest_remainder(n: int, weights: Sequence[float]) -> list[int]:
 def split(n: int, weights: Mapping[str, float]) -> dict[str, int]:
   """`largest_remainder` by name."""
   return dict(zip(weights, largest_remainder(n, list(weights.values())), strict=True))
+
+
+class RollingQuotas:
+  """The streams of the next groups, by weight: what rounding leaves is carried over.
+
+  Tijdeman's rule (The chairman assignment problem, Discrete Mathematics 32, 1980): after
+  any number of groups no stream is off its share by more than 1 - 1 / (2 k - 2) of a
+  group, where k streams have a weight. Weights that change make new shares: nobody is
+  owed what was before.
+
+  Args:
+    streams: in the order in which ties are broken.
+  """
+
+  def __init__(self, streams: Iterable[str]):
+    self._counts = dict.fromkeys(streams, 0)  # groups of each so far
+    self._weights: dict[str, float] = {}  # that these were counted under
+    self._asked: tuple[Any, dict[str, int]] | None = None  # a cache: plans ask again
+
+  def counts(self, weights: Mapping[str, float]) -> dict[str, int]:
+    """Groups that count under these weights."""
+    is_new = weights != self._weights
+    return dict.fromkeys(self._counts, 0) if is_new else dict(self._counts)
+
+  def next(
+    self, n: int, weights: Mapping[str, float], *, after: int = 0
+  ) -> dict[str, int]:
+    """How many of n groups come from each stream; changes nothing.
+
+    Args:
+      after: groups that come before these n, beyond those that were taken.
+    """
+    asked = n, after, dict(weights)
+    if self._asked is None or self._asked[0] != asked:
+      self._asked = asked, self._next(n, weights, after)
+    return dict(self._asked[1])
+
+  def _next(self, n: int, weights: Mapping[str, float], after: int) -> dict[str, int]:
+    counts, found = self.counts(weights), dict.fromkeys(self._counts, 0)
+    live = [stream for stream in found if weights[stream] > 0]
+    total = sum(weights[stream] for stream in live)
+    shares = [(stream, weights[stream] / total) for stream in live]
+    least = 1 / max(2 * len(live) - 2, 1)  # owed less than that, none is in a hurry
+    done = sum(counts.values())
+    for at in range(done + 1, done + after + n + 1) if len(live) > 1 else ():
+      soonest = math.inf  # that one would be too far behind
+      for stream, share in shares:
+        owed = share * at - counts[stream]
+        slack = (1 - least - owed) / share
+        if owed >= least - _TIE and slack < soonest - _TIE:
+          soonest, first = slack, stream
+      counts[first] += 1
+      found[first] += at > done + after
+    return found if len(live) > 1 else found | dict.fromkeys(live, n)
+
+  def take(self, quotas: Mapping[str, int], weights: Mapping[str, float]) -> None:
+    """So many groups of each stream are on their way."""
+    counts = self.counts(weights)
+    self._counts = {stream: n + quotas[stream] for stream, n in counts.items()}
+    self._weights, self._asked = dict(weights), None
+
+  def state_dict(self) -> dict[str, Any]:
+    return {'counts': dict(self._counts), 'weights': dict(self._weights)}
+
+  def load_state_dict(self, state: dict[str, Any]) -> None:
+    check_state('quotas', state, dict.fromkeys(('counts', 'weights')))
+    for name, least in (('counts', int), ('weights', float)):
+      if name == 'counts' or state[name]:  # no weights: nothing was taken yet
+        check_state(f'quotas.{name}', state[name], self._counts)
+      for stream, value in state[name].items():
+        good = type(value) in (int, least) and 0 <= value < math.inf
+        if not good:
+          raise ValueError(
+            f'state of quotas: {name} of {stream!r} {value!r:.60}, expected '
+            f'{"a whole number" if least is int else "a number"} from 0'
+          )
+    self._counts, self._weights = dict(state['counts']), dict(state['weights'])
+    self._asked = None
 
 
 def roll(

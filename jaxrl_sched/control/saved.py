@@ -51,24 +51,19 @@ def check(state: dict[str, Any], streams: Iterable[str]) -> None:
     good = type(value) is int and value >= 0
     need(good, key, value, 'a whole number from 0')
 
-  turns, pending, own = state['turns'], state['pending'], dict.fromkeys(streams)
+  pending, own = state['pending'], dict.fromkeys(streams)
   need_whole('draw', state['draw'])
   need_whole('next', state['next'])
+  need_whole('in_vain', state['in_vain'])
   good = _is_count(state['kept']) and state['kept'] <= 1
   need(good, 'kept', state['kept'], 'a share')
-  check_state('scheduler.yields', state['yields'], own)
-  for stream, pair in state['yields'].items():
-    good = isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair))
-    need(good, f'yields.{stream}', pair, 'two numbers from 0')
-  need(
-    isinstance(turns, list) and len(turns) == 2, 'turns', turns, 'counts and weights'
-  )
-  check_state('scheduler.turns', turns[0], own)
-  for stream, count in turns[0].items():
-    need_whole(f'turns.{stream}', count)
-  weights = turns[1]
-  good = isinstance(weights, dict) and all(map(_is_count, weights.values()))
-  need(good, 'turns', weights, 'weights from 0')
+  check_state('scheduler.acceptance', state['acceptance'], own)
+  for stream, rows in state['acceptance'].items():
+    good = isinstance(rows, list) and all(
+      isinstance(row, list) and len(row) == 3 and all(map(_is_count, row))
+      for row in rows
+    )
+    need(good, f'acceptance.{stream}', rows, 'sizes with two numbers from 0 each')
   need(isinstance(state['ahead'], list), 'ahead', state['ahead'], 'bundles')
   check_state('scheduler.pending', pending, dict.fromkeys(_PENDING))
   for name in _PENDING:

@@ -17,19 +17,20 @@ import numpy as np
 from jaxrl_sched.control import ledger, saved
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.base import check_state
+from jaxrl_sched.control.exhaustion import Exhaustion
 from jaxrl_sched.control.filling import Pot, Quotas, Turns
 from jaxrl_sched.control.learning import Learning, OpenBatch
 from jaxrl_sched.control.lengths import LengthPredictor
-from jaxrl_sched.control.opening import Opening, Terms, Yield, check_window
+from jaxrl_sched.control.opening import Opening, Terms, check_window
 from jaxrl_sched.control.planning import Pick, Plan, Planner, When
 from jaxrl_sched.control.sagc import SAGC, check_rollouts
 from jaxrl_sched.control.source import Source
 from jaxrl_sched.host.pruning import AnswerPruner, PromptPruner
 from jaxrl_sched.types import Group, Lesson, Prompt, Sampling
 
-VERSION = 3  # of the state
-_STATE = ('version', 'draw', 'next', 'kept', 'yields', 'turns', 'ahead', 'source')
-_STATE += ('pending', 'sagc', 'lengths', 'pruner')
+VERSION = 4  # of the state
+_STATE = ('version', 'draw', 'next', 'kept', 'in_vain', 'acceptance', 'turns', 'ahead')
+_STATE += ('source', 'pending', 'sagc', 'lengths', 'pruner')
 
 
 class Scheduler:
@@ -37,8 +38,9 @@ class Scheduler:
 
   With dynamic sampling (DAPO, arXiv 2503.14476) groups without spread in their
   verdicts are filtered and replaced, in at most `max_rounds` rounds, until each stream
-  (a dataset, or a difficulty tier of it) has its quota. Useful groups past it are
-  carried into the next batch, once, or dropped. What is None is absent.
+  (a dataset, or a difficulty tier of it) has its quota, or ten times as many groups of
+  it were asked for. Useful groups past it are carried into the next batch, once, or
+  dropped. What is None is absent.
 
   Args:
     source: whose turn it is: datasets, tiers, sleepers.
@@ -139,6 +141,7 @@ class Scheduler:
       borrow=borrow,
       sagc=sagc,
     )
+    self._exhaustion = Exhaustion(source, groups_per_step)
     self._dynamic, self._carries = dynamic_sampling, surplus == 'carry'
     self._borrow = borrow
     self._overlong_filter = overlong_filter
@@ -181,16 +184,13 @@ class Scheduler:
       return self._planner.by_turns(filling, self._rollouts, terms.sizes, when)
     if batch.round == 0 and self._ahead:
       return self._planner.drawn(self._ahead[0], terms.size, when)
-    is_last = batch.round + 1 == self._max_rounds
-    wanted = self._opening.wanted(filling, batch.most, is_last=is_last)
+    if batch.round == 0 and (count := self._window(bundle)) > 1:
+      return self._planner.window(
+        self._wanted_in_window(bundle, count), terms.size, self._learning.kept, when
+      )
+    wanted = self._opening.wanted(filling, terms.size, batch.allowed)
     if terms.is_rolling:
       return self._planner.by_prompt(wanted, filling.rest, terms.sizes, when)
-    if batch.round == 0 and (count := self._window(bundle)) > 1:
-      # What is carried fills the first bundle only: the others would lack it.
-      filling = self._opening.filling(terms)
-      wanted = self._opening.wanted(filling, batch.most, is_last=is_last)
-      kept = self._learning.kept
-      return self._planner.window(wanted, terms.size, count, kept, when)
     paused = self._go_on(wanted) if batch.round == 0 else []
     return self._planner.alike(wanted, terms.size, when, paused=paused)
 
@@ -211,8 +211,8 @@ class Scheduler:
 
   def _batch_of(self, bundle: int, version: int, terms: Terms) -> OpenBatch:
     filling = self._opening.filling(terms)
-    most = {stream: 10 * n for stream, n in filling.lacking().items()}
-    return OpenBatch(bundle, version, terms, filling, most)
+    allowed = self._exhaustion.allowance(self._opening.quotas(terms))
+    return OpenBatch(bundle, version, terms, filling, allowed)
 
   def _offer(self, filling: Quotas | Pot | Turns, groups: Sequence[Group]) -> None:
     """Useful groups of a round, or of an earlier bundle."""
@@ -227,8 +227,23 @@ class Scheduler:
       batch.has_begun = True
 
   def _window(self, bundle: int) -> int:
-    """How many bundles are planned together from this one on."""
-    return min(self._asp.window - bundle % self._asp.window, self._last + 1 - bundle)
+    """How many bundles are planned together from this one on: all or none of them after
+    pruning has ended."""
+    window = self._asp.window
+    ends = [bundle + window - bundle % window, self._last + 1]
+    if self._pruner is not None and bundle < self._pruner.ends:
+      ends.append(self._pruner.ends)
+    return int(min(ends)) - bundle
+
+  def _wanted_in_window(self, bundle: int, count: int) -> list[dict[str, int]]:
+    """Requests of each bundle. What is carried fills the first one only, and is not
+    counted: the others would lack it."""
+    wanted = []
+    for terms in self._opening.window(bundle, count):
+      filling = self._opening.filling(terms)
+      allowed = self._exhaustion.allowance(self._opening.quotas(terms))
+      wanted.append(self._opening.wanted(filling, terms.size, allowed))
+    return wanted
 
   def _go_on(self, wanted: dict[str, int]) -> list[Group]:
     """Paused groups that go on in the places of as many that are wanted."""
@@ -256,6 +271,12 @@ class Scheduler:
     again = {request.draw for request in plan.requests if request.begun}
     batch.going_on = [g for g in self._paused if g.request.draw in again]
     self._paused = [g for g in self._paused if g.request.draw not in again]
+    new = [request.prompt for request in plan.requests if not request.begun]
+    for stream, _ in self._source.locate(new):
+      batch.allowed[stream] = max(0, batch.allowed[stream] - 1)
+    if batch.terms.is_pot:
+      visited = {stream: len(plan.visits.get(stream, ())) for stream in batch.allowed}
+      self._opening.turns.take(visited, batch.terms.weights)
     for stream, visits in plan.visits.items():
       draws = plan.draws[stream]
       self._draw += len(draws) - draws.count(None)
@@ -337,7 +358,7 @@ class Scheduler:
         batch.filling.offer(stream, group)
       else:
         batch.settled.append(ledger.Entry(group, 'filtered', kind))
-    batch.filling.settle(last=batch.round >= self._max_rounds)
+    batch.filling.settle(last=False)
 
   def _locate(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
     return self._source.locate([group.request.prompt for group in groups])
@@ -359,6 +380,7 @@ class Scheduler:
     # Where carried groups have filled it there was no round.
     batch = self._opened(step, step)
     self._offer_first(batch)
+    batch.filling.settle(last=True)
     lesson = self._learning.lesson(batch, step)
     if self._asp.window > 1:  # a bundle that is short weighs no more (3.6)
       count = max(lesson.count, batch.terms.groups)
@@ -381,9 +403,15 @@ class Scheduler:
     self._paused.sort(key=lambda group: group.request.draw)
     if batch.terms.is_rolling:
       self._opening.took(batch.terms, batch.filling.counts)
-    streams = [stream for stream, _ in batch.places]
-    useful = itertools.compress(streams, batch.useful)
-    self._opening.count(collections.Counter(streams), collections.Counter(useful))
+    kinds = [
+      (stream, group.request.size)
+      for (stream, _), group in zip(batch.places, batch.seen, strict=True)
+    ]
+    useful = itertools.compress(kinds, batch.useful)
+    self._exhaustion.observe(batch.useful, self._opening.quotas(batch.terms))
+    self._opening.acceptance.count(
+      collections.Counter(kinds), collections.Counter(useful)
+    )
     self._learning.learn(batch, step)
     sampled = batch.seen + batch.paused
     pending = self._carried + self._paused
@@ -398,8 +426,21 @@ class Scheduler:
     metrics['rollout/repeats'] = len(lesson.groups) - len(prompts)
     if self._borrow:
       metrics['rollout/borrowed'] = batch.filling.borrowed
+    if self._dynamic:
+      lacking = sum(batch.filling.lacking().values())
+      metrics['rollout/missing'] = lacking - metrics.get('rollout/borrowed', 0)
+      metrics |= self._exhaustion.metrics()
     metrics |= ledger.relief(sampled, self._asp.relief)
     return metrics, [ledger.line(entry) for entry in batch.settled]
+
+  def notes(self) -> list[str]:
+    """What whoever watches the run should know, each once."""
+    return self._exhaustion.notes()
+
+  def exhausted(self, step: int) -> str | None:
+    """Why dynamic sampling finds nothing to learn from at this step and all later ones;
+    None: it may."""
+    return self._exhaustion.reason(step) if self._dynamic else None
 
   def pending(self) -> list[dict[str, Any]]:
     """A line for each group without a fate: what the end of a run leaves."""
@@ -420,8 +461,9 @@ class Scheduler:
       'draw': self._draw,
       'next': self._next,
       'kept': self._learning.kept,
-      'yields': {n: [y.useful, y.generated] for n, y in self._opening.yields.items()},
-      'turns': [dict(self._opening.turns), dict(self._opening.turned)],
+      'in_vain': self._exhaustion.in_vain,
+      'acceptance': self._opening.acceptance.state_dict(),
+      'turns': self._opening.turns.state_dict(),
       'ahead': [[list(dataclasses.astuple(p)) for p in picks] for picks in self._ahead],
       'sagc': None if self._sagc is None else self._sagc.state_dict(),
     }
@@ -472,9 +514,10 @@ class Scheduler:
       if controller is not None:
         controller.load_state_dict(state[name])
     self._draw, self._next = state['draw'], state['next']
+    self._exhaustion.in_vain = state['in_vain']
     self._learning.kept = state['kept']
-    self._opening.yields = {name: Yield(*y) for name, y in state['yields'].items()}
-    self._opening.turns, self._opening.turned = map(dict, state['turns'])
+    self._opening.acceptance.load_state_dict(state['acceptance'])
+    self._opening.turns.load_state_dict(state['turns'])
     self._ahead = [tuple(Pick(*p) for p in picks) for picks in state['ahead']]
     pending = state['pending']
     self._carried = list(map(self._unpacked, pending['carried']))

@@ -88,6 +88,24 @@ class Sleepers:
     state, wake = self._rows['state'], self._rows['wake']
     return np.flatnonzero((state == SNOOZED) & (wake <= number))
 
+  def newest_result(self) -> int:
+    """The newest draw whose result is in."""
+    return int(self._rows['applied'].max())
+
+  def results_after(self, draw: int) -> int:
+    """How many have a result of a later draw. Looks at all."""
+    return int(np.count_nonzero(self._rows['applied'] > draw))
+
+  def without_result_after(self, draw: int) -> int:
+    """How many have none, and do not sleep for good. Looks at all."""
+    rows = self._rows
+    gone = (rows['state'] == SNOOZED) & (rows['wake'] == FOREVER)
+    return int(np.count_nonzero((rows['applied'] <= draw) & ~gone))
+
+  def for_good(self) -> int:
+    """How many sleep and are not to wake again."""
+    return self._asleep.get(FOREVER, 0)
+
   def probes(self) -> np.ndarray:
     """Those woken and not heard of since, the longest gone first."""
     indices = np.flatnonzero(self._rows['state'] == PROBE)

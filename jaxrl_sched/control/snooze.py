@@ -15,11 +15,11 @@ from jaxrl_sched.control import sleepers
 from jaxrl_sched.control.base import check_state, visits
 from jaxrl_sched.control.passes import Passes
 from jaxrl_sched.control.quotas import (
+  RollingQuotas,
   check_weights,
   largest_remainder,
   requests_for,
   roll,
-  split,
 )
 from jaxrl_sched.control.sleepers import ACTIVE, FOREVER, PROBE, SNOOZED
 from jaxrl_sched.control.snooze_rules import (
@@ -41,8 +41,17 @@ __all__ = [
   'verdict_class',
 ]
 
-VERSION = 1  # of the state
-_KEYS = ('version', 'sizes', 'draw', 'place', 'counters', 'prompts')
+VERSION = 2  # of the state
+_KEYS = (
+  'version',
+  'sizes',
+  'draw',
+  'quotas',
+  'place',
+  'counters',
+  'since',
+  'prompts',
+)
 
 
 class Snooze:
@@ -53,8 +62,8 @@ class Snooze:
   next pass, the one that would wake first is woken early, and if all are on probe the
   one longest gone is asked again: a dataset always gives what it is asked for.
 
-  Cursors, passes and probes are plan state and move in `take` (and `next`); naps
-  are result state and move in `observe`.
+  Cursors, passes, probes and quotas are plan state and move in `take` (and `next`) and
+  `take_quotas`; naps are result state and move in `observe`.
   """
 
   def __init__(
@@ -72,7 +81,9 @@ class Snooze:
     datasets: number of prompts of each.
     weights: their shares in every batch, up to a common factor.
     factor: passes that a solved prompt skips; math.inf: all of them.
-    growth: each snooze in a row is this much longer than the one before.
+    growth: each snooze in a row is this much longer than the one before. 2 with a cap
+      of 32 asks less often for what stays solved than a factor of 5 alone, and finds a
+      relapse as soon where a prompt has been solved once: see configs/papers.py.
     cap: no snooze is longer, in passes.
     seed: the order of a pass depends on it, the dataset's place and the pass.
     hard_delay: passes that a prompt skips whose whole group is wrong.
@@ -88,6 +99,7 @@ class Snooze:
     self._naps = Naps(factor, growth, cap, hard_delay)
 
     self._draw = 0  # one past the newest
+    self._quotas = RollingQuotas(self._sizes)
     self._of = {
       name: Passes(seed, place, size)
       for place, (name, size) in enumerate(self._sizes.items())
@@ -103,9 +115,20 @@ class Snooze:
   def weights(self) -> dict[str, float]:
     return dict(self._weights)
 
-  def quotas(self, n: int) -> dict[str, int]:
-    """How many of n groups come from each dataset."""
-    return split(n, self._weights)
+  def quotas(self, n: int, *, after: int = 0) -> dict[str, int]:
+    """How many of the next n groups come from each dataset; see `RollingQuotas.next`."""
+    return self._quotas.next(n, self._weights, after=after)
+
+  def in_vain(self, dataset: str) -> int:
+    """How many prompts have been asked since a group last had spread: none of theirs."""
+    return self._dataset(dataset).in_vain
+
+  def is_exhausted(self, dataset: str) -> bool:
+    """Whether all prompts but those that sleep for good have been asked in vain."""
+    of = self._dataset(dataset)
+    if of.in_vain + of.rows.for_good() < of.rows.size:
+      return False
+    return of.rows.without_result_after(of.since) == 0
 
   def peek(self, dataset: str, n: int) -> list[tuple[int, int]]:
     """What n calls of `next` would give, each with its pass."""
@@ -143,6 +166,10 @@ class Snooze:
     return self._of[name]
 
   # --- plan state ---
+
+  def take_quotas(self, n: int) -> None:
+    """A batch of n groups is on its way, with `quotas(n)`."""
+    self._quotas.take(self.quotas(n), self._weights)
 
   def next(self, dataset: str) -> int:
     """Draws one prompt. Draw numbers count these calls from 0, over all datasets."""
@@ -253,14 +280,16 @@ class Snooze:
       raise ValueError(f'dataset {dataset!r}: results of different number')
     if draws.max(initial=-1) >= FOREVER:
       raise ValueError(f'draw {draws.max()}, expected less than {FOREVER}')
-    kinds = self._kinds(sizes, deciding, verdicts, max_rewards, min_rewards)
-    results = indices, kinds, sizes, draws, drawn
+    kinds, spread = self._kinds(sizes, deciding, verdicts, max_rewards, min_rewards)
+    results = indices, kinds, spread, sizes, draws, drawn
     for now in visits(indices):  # a prompt's results one after another
       self._apply(of, *(column[now] for column in results), even_late)
     of.forget_ahead()
 
-  def _kinds(self, sizes, deciding, verdicts, max_rewards, min_rewards) -> np.ndarray:
-    """Of each group; for one that says nothing any."""
+  def _kinds(
+    self, sizes, deciding, verdicts, max_rewards, min_rewards
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Of each group, for one that says nothing any; and whether its verdicts differ."""
     if min_rewards is None:
       min_rewards = [0.0] * len(sizes)
     columns, telling = (verdicts, max_rewards, min_rewards), sizes >= 2
@@ -270,21 +299,23 @@ class Snooze:
       kinds, those = np.zeros(len(sizes), np.int8), np.flatnonzero(telling)
       some = [[[of[i] for i in those] for of in c] for c in (columns, deciding or ())]
       kinds[those] = verdict_classes(*some[0], tuple(some[1]) or None)
+    spread = telling & (kinds == USEFUL)
     # Without a maximum no prompt sleeps, be it as hard as can be.
     bests = max_rewards if deciding is None else deciding[1]
     kinds[[best is None for best in bests]] = USEFUL
-    return kinds
+    return kinds, spread
 
-  def _apply(self, of, indices, kinds, sizes, draws, drawn, even_late) -> None:
+  def _apply(self, of, indices, kinds, spread, sizes, draws, drawn, even_late) -> None:
     """One result each of different prompts."""
     before = of.rows.get(indices)
     fresh = draws > before['applied']
     if not even_late and not fresh.all():
       before, indices, kinds = before[fresh], indices[fresh], kinds[fresh]
-      sizes, draws, drawn = sizes[fresh], draws[fresh], drawn[fresh]
+      spread, sizes = spread[fresh], sizes[fresh]
+      draws, drawn = draws[fresh], drawn[fresh]
     after = before.copy()
     after['applied'] = draws
-    unknown = draws > before['last']  # not drawn here: taken at its word
+    unknown = draws > before['last']  # not drawn here, and believed
     after['last'][unknown], after['drawn'][unknown] = draws[unknown], drawn[unknown]
     self._draw = max(self._draw, int(draws[unknown].max(initial=-1)) + 1)
 
@@ -302,6 +333,7 @@ class Snooze:
     lost = ~told & (before['state'] == PROBE) & (draws == after['last'])
     after['state'][lost] = SNOOZED
     of.rows.replace(indices, before, after)
+    of.count_in_vain(before['applied'], draws, spread)
 
   # --- what it tells ---
 
@@ -342,8 +374,10 @@ class Snooze:
       'version': VERSION,
       'sizes': dict(self._sizes),
       'draw': self._draw,
+      'quotas': self._quotas.state_dict(),
       'place': {name: [d.number, d.cursor] for name, d in of},
       'counters': {name: [d.early_wakes, d.repeats] for name, d in of},
+      'since': {name: d.since for name, d in of},
     }
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -354,7 +388,7 @@ class Snooze:
       raise ValueError(
         f'prompts were {state["sizes"]} when this run began, now {self._sizes}'
       )
-    for key in ('place', 'counters', 'prompts'):
+    for key in ('place', 'counters', 'since', 'prompts'):
       check_state(f'snooze.{key}', state[key], self._sizes)
     draws = [state['draw']]
     for name, size in self._sizes.items():
@@ -363,14 +397,19 @@ class Snooze:
       _check_counts(f'snooze.counters.{name}', counters, (math.inf, math.inf))
       columns = state['prompts'][name]
       sleepers.check_columns(f'snooze.prompts.{name}', columns, size)
+      since = state['since'][name]
+      if type(since) is not int or not -1 <= since < FOREVER:
+        raise ValueError(f'snooze.since.{name}: {since!r:.60}, expected a draw, or -1')
       draws.append(int(columns['last'].max()) + 1)
     _check_counts('snooze.draw', draws[:1], (FOREVER,))
     if draws[0] < max(draws):
       raise ValueError(f'snooze.draw: {draws[0]}, expected at least {max(draws)}')
+    self._quotas.load_state_dict(state['quotas'])
     self._draw = state['draw']
     for name, of in self._of.items():
       of.early_wakes, of.repeats = state['counters'][name]
       of.rows.load(state['prompts'][name])
+      of.count_anew(state['since'][name])
       of.go_to(*state['place'][name])
 
 

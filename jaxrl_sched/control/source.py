@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.difficulty import Tiers
-from jaxrl_sched.control.quotas import split
+from jaxrl_sched.control.quotas import RollingQuotas
 from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.control.snooze_rules import columns
 from jaxrl_sched.types import Group, Prompt
@@ -32,6 +32,8 @@ class Source:
       if tiers is None
       else tiers.streams()
     )
+    # Of datasets, which tiers split further.
+    self._quotas = None if tiers is None else RollingQuotas(tiers.datasets)
     if snooze.sizes.keys() != self._of.keys():
       raise ValueError(f'streams {sorted(snooze.sizes)}, expected {sorted(self._of)}')
 
@@ -81,16 +83,24 @@ class Source:
     """Stream -> its share of a batch, up to a common factor; 0 for one that waits."""
     return self._snooze.weights if self._tiers is None else self._tiers.weights(step)
 
-  def quotas(self, step: int, n: int) -> dict[str, int]:
-    """Stream -> how many of a step's n groups are to come from it."""
+  def quotas(self, step: int, n: int, *, after: int = 0) -> dict[str, int]:
+    """Stream -> how many of a step's n groups are to come from it.
+
+    Args:
+      after: groups of steps before, whose quotas were not taken yet; without tiers.
+    """
     if self._tiers is None:
-      return self._snooze.quotas(n)
-    return self._tiers.quotas(step, split(n, self._tiers.datasets))
+      return self._snooze.quotas(n, after=after)
+    return self._tiers.quotas(step, self._quotas.next(n, self._tiers.datasets))
 
   def begin(self, step: int, n: int) -> None:
     """The step goes on with `quotas(step, n)`; n = 0: without any."""
-    if self._tiers is not None:
-      self._tiers.sent(step, split(n, self._tiers.datasets))
+    if self._tiers is None:
+      self._snooze.take_quotas(n)
+      return
+    of = self._quotas.next(n, self._tiers.datasets)
+    self._tiers.sent(step, of)
+    self._quotas.take(of, self._tiers.datasets)
 
   def peek(self, stream: str, n: int) -> list[tuple[int, int]]:
     """(place, pass) of the next n, with nothing changed."""
@@ -134,6 +144,17 @@ class Source:
   def asleep(self, stream: str, places: Sequence[int]) -> np.ndarray:  # [n] bool
     return self._snooze.asleep(stream, places)
 
+  def in_vain(self, stream: str) -> int:
+    """Prompts asked since a group last had spread."""
+    return self._snooze.in_vain(stream)
+
+  def exhausted(self, step: int) -> list[str]:
+    """The streams drawn from, if no whole pass over any of them brings a group with
+    spread, and none is to come later; else none."""
+    live = [stream for stream, weight in self.weights(step).items() if weight > 0]
+    waits = self._tiers is not None and self._tiers.is_release_due(step)
+    return live if not waits and all(map(self._snooze.is_exhausted, live)) else []
+
   # --- what it tells, and its state ---
 
   def metrics(self) -> dict[str, float]:
@@ -143,11 +164,12 @@ class Source:
   def freeze(self) -> Callable[[], dict[str, Any]]:
     """See `Snooze.freeze`."""
     tiers = None if self._tiers is None else self._tiers.state_dict()
+    quotas = None if self._quotas is None else self._quotas.state_dict()
     snooze = self._snooze.freeze()
-    return lambda: {'snooze': snooze(), 'tiers': tiers}
+    return lambda: {'snooze': snooze(), 'tiers': tiers, 'quotas': quotas}
 
   def load_state_dict(self, state: dict[str, Any]) -> None:
-    check_state('source', state, {'snooze': None, 'tiers': None})
+    check_state('source', state, dict.fromkeys(('snooze', 'tiers', 'quotas')))
     if (state['tiers'] is None) != (self._tiers is None):
       raise ValueError(
         'difficulty tiers were '
@@ -156,3 +178,4 @@ class Source:
     self._snooze.load_state_dict(state['snooze'])
     if self._tiers is not None:
       self._tiers.load_state_dict(state['tiers'])
+      self._quotas.load_state_dict(state['quotas'])

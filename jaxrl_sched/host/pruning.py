@@ -165,6 +165,9 @@ class PromptPruner:
       centred. It makes scores of both kinds alike.
     dynamic_sampling: only useful groups are trained on, so C is weighted with the
       chance to be useful, from smoothed pass rates. Needs `fill`.
+
+  Attributes:
+    ends: the step from which on nothing is pruned.
   """
 
   def __init__(
@@ -201,7 +204,7 @@ class PromptPruner:
     self._rate, self._regime, self._seed = rate, regime, seed
     self._rule = 'coins' if regime == 'fill' else draw
     self._blend, self._unit, self._dynamic = blend, unit, dynamic_sampling
-    self._ends = last_step(final, steps)
+    self.ends = last_step(final, steps)
 
     self._pools = {
       name: Scores(count, ranked=regime == 'fill', by_use=dynamic_sampling)
@@ -236,7 +239,7 @@ class PromptPruner:
   def _low(self, dataset: str, candidates: Sequence[int], step: int) -> np.ndarray:
     """[C] bool; none is low where nothing is pruned any more."""
     pool, candidates = self._pool(dataset), self._places(dataset, candidates)
-    return pool.low(candidates) & (step < self._ends)
+    return pool.low(candidates) & (step < self.ends)
 
   def _rng(self, dataset: str, step: int, part: int) -> np.random.Generator:
     self._pool(dataset)  # refuses one that there is not
@@ -297,7 +300,7 @@ class PromptPruner:
 
     With dynamic sampling C_u, each prompt counting with its chance to be useful.
     """
-    if step >= self._ends:
+    if step >= self.ends:
       return 1.0
     return 1 - self._rate * self._pool(dataset).low_share()
 
@@ -355,14 +358,15 @@ class PromptPruner:
   def wake(self, dataset: str, indices: Sequence[int]) -> None:
     self._pool(dataset).move(self._places(dataset, indices), asleep=False)
 
-  def metrics(self) -> dict[str, float]:
+  def metrics(self, step: int = 0) -> dict[str, float]:
+    """As of a step: at the end of a run nothing is pruned."""
     found = {}
     for name, pool in self._pools.items():
       found[f'dppo/seen/{name}'] = float(pool.seen / max(1, pool.awake))
       if pool.seen:
         found[f'dppo/score/{name}'] = pool.mean
       if self._regime == 'fill':
-        found[f'dppo/mean_chance/{name}'] = self.mean_chance(name, 0)
+        found[f'dppo/mean_chance/{name}'] = self.mean_chance(name, step)
     return found
 
   def freeze(self) -> Callable[[], dict[str, Any]]:

@@ -46,6 +46,7 @@ class Book:
     self.groups, self.stragglers = 0, 0
     self._tau, self._keeps_groups = tau, keeps_groups
     self.settled: list[Line] = []  # of rollouts.jsonl
+    self.notes: list[str] = []  # that were said
 
   def log(self, step: int, metrics: Line) -> None:
     line = {'step': step} | metrics  # the same keys in all: one text each
@@ -73,6 +74,9 @@ class Book:
     if step % KEPT == 0:
       self.spans = [span for span in self.spans if span.bundle > step - KEPT]
     self.spans += spans
+
+  def say(self, text: str) -> None:
+    self.notes.append(text)
 
   def flush(self) -> None:
     pass

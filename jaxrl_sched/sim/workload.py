@@ -8,6 +8,7 @@ the policy's state alone, so a request gets the same answers in any company.
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -45,8 +46,10 @@ class Dataset:
 
   `pass_rate` is that of the middle prompt at the start; over the prompts its log-odds
   are normal with `pass_spread`. A visit in training adds `gain` to a prompt's log-odds,
-  and `transfer` times that, shared among all prompts, to each of the dataset. An answer
-  that is cut at the limit is wrong.
+  and `transfer` times that, shared among all prompts, to each of the dataset; over the
+  prompts, what a visit adds to their own spreads by `gain_spread`. A stubborn prompt
+  never settles: its pass rate, anything from 0 to 1, stays. An answer that is cut at the
+  limit is wrong.
   """
 
   count: int = 1000
@@ -59,7 +62,9 @@ class Dataset:
   pass_rate: float = 0.5
   pass_spread: float = 1.5
   gain: float = 0.0
+  gain_spread: float = 0.0  # over prompts, of their gains
   transfer: float = 0.5
+  stubborn: float = 0.0  # share of prompts that training does not change
   hard_is_long: float = 0.0  # correlation of difficulty and length over prompts
   aborts: float = 0.0  # chance that an answer is lost for a reason outside the policy
   prompt_tokens: float = 100.0  # of the middle prompt
@@ -94,6 +99,8 @@ class Dataset:
       raise ValueError(
         f'workload.{name}.hard_is_long: {self.hard_is_long!r}, expected -1 to 1'
       )
+    if self.stubborn > 1:
+      raise ValueError(f'workload.{name}.stubborn: {self.stubborn!r}, expected 0 to 1')
     if self.aborts >= 1:
       raise ValueError(f'workload.{name}.aborts: {self.aborts!r}, expected below 1')
     if self.weight == 0 or self.max_reward == 0:
@@ -161,12 +168,12 @@ class Workload:
     counts = np.array([d.count for d in datasets.values()])
     self._offsets = (np.cumsum(counts) - counts).tolist()
     # Per prompt, all datasets one after another: mean and spread of ln length, log-odds
-    # of a pass, and their gains by training.
+    # of a pass, with their gains by visits, and how fast these are next to the middle's.
     traits = [
       _traits(d, np.random.default_rng((seed, _TRAITS, i)))
       for i, d in enumerate(datasets.values())
     ]
-    self._mean, self._within, self._odds = map(
+    self._mean, self._within, self._odds, self._pace = map(
       np.concatenate, zip(*traits, strict=True)
     )
     # Per dataset.
@@ -182,8 +189,12 @@ class Workload:
     """The chance that an answer is right, were none ever cut."""
     number = self._number[dataset]
     begin = self._offsets[number]
-    odds = self._odds[begin : begin + self.prompts.sizes[dataset]]
-    return _sigmoid(odds + self._shared[number] * self._visits[number])
+    return self._rates(number, slice(begin, begin + self.prompts.sizes[dataset]))
+
+  def _rates(self, number: Any, place: Any) -> np.ndarray:
+    """Chances of a right answer of the prompts at these places, of these datasets."""
+    shared = self._shared[number] * self._visits[number]
+    return _sigmoid(self._odds[place] + self._pace[place] * shared)
 
   def answers_of(self, requests: Sequence[Request], version: int) -> Answers:
     """The answers of a round; each request has `size` and its spare ones."""
@@ -213,8 +224,7 @@ class Workload:
       lost = d < aborts
       finish[lost] = ABORTED
       lengths[lost] = np.ceil(lengths[lost] * d[lost] / aborts[lost])  # at any token
-    odds = self._odds[place] + self._shared[number] * self._visits[number]
-    right = (c < np.repeat(_sigmoid(odds), sizes)) & (finish == STOP)
+    right = (c < np.repeat(self._rates(number, place), sizes)) & (finish == STOP)
     return Answers(
       starts=starts,
       lengths=lengths.astype(np.int64),
@@ -244,7 +254,8 @@ class Workload:
     self._updates += 1
     number = np.array([self._number[prompt.dataset] for prompt in learned])
     index = np.array([prompt.index for prompt in learned])
-    np.add.at(self._odds, np.array(self._offsets)[number] + index, self._gain[number])
+    place = np.array(self._offsets)[number] + index
+    np.add.at(self._odds, place, self._gain[number] * self._pace[place])
     self._visits += np.bincount(number, minlength=len(self._visits))
 
 
@@ -272,13 +283,18 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 def _traits(
   d: Dataset, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """[count] each: mean of ln length, spread of it within a group, log-odds of a pass."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+  """[count] each: mean of ln length, spread of it within a group, log-odds of a pass, and
+  what a visit adds to them, next to `gain`."""
   ease, own, spread = rng.standard_normal((3, d.count))
   rho = d.hard_is_long
   mean = math.log(d.median) + d.spread * (math.sqrt(1 - rho**2) * own - rho * ease)
   odds = math.log(d.pass_rate / (1 - d.pass_rate)) + d.pass_spread * ease
-  return mean, d.within * np.exp(d.within_spread * spread), odds
+  pace = np.exp(d.gain_spread * rng.standard_normal(d.count))
+  stubborn, rate = rng.random((2, d.count))
+  odds = np.where(stubborn < d.stubborn, np.log(rate / (1 - rate)), odds)
+  pace[stubborn < d.stubborn] = 0.0
+  return mean, d.within * np.exp(d.within_spread * spread), odds, pace
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

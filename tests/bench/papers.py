@@ -54,6 +54,7 @@ STAGES = {
   'Snoozing': {
     'snooze_dapo': 'dynamic sampling',
     'snooze_5': '+ snoozing, 5 passes',
+    'snooze_growing': '+ snoozing, 5 to 32',
     'snooze_filter': '+ filtering for good',
   },
   'ASP': {
@@ -204,6 +205,12 @@ ROWS = (
   ),
   ('generated groups, last half', 'snooze_dapo', 'snooze_5', '', late_ratio),
   ('time', 'snooze_dapo', 'snooze_5', '', wall_ratio),
+  (
+    'Snoozes that grow, 5, 10, 20, 32: tokens',
+    *('snooze_dapo', 'snooze_growing', '', token_ratio),
+  ),
+  ('where some never settle, factor 5', 'stubborn_dapo', 'stubborn_5', '', token_ratio),
+  ('the same, growing', 'stubborn_dapo', 'stubborn_growing', '', token_ratio),
   (
     'Filtering for good: generated tokens',
     *('snooze_dapo', 'snooze_filter', 'about 3', token_ratio),

@@ -226,9 +226,15 @@ def test_misshapen_rounds_are_refused():
 
 def test_a_window_on_paper():
   """Sorted: 100 (0), 110, 120 | 500, 520, 880 ...: blocks of two, in draw order."""
-  blocks = [block.tolist() for block in asp.windows(LENGTHS, 4)]
+  blocks = [block.tolist() for block in asp.windows(LENGTHS, [2] * 4)]
   assert blocks == [[0, 6], [2, 4], [3, 5], [1, 7]]
-  assert [b.tolist() for b in asp.windows([], 2)] == [[], []]
+  assert [b.tolist() for b in asp.windows([], [0, 0])] == [[], []]
+  # Of other sizes: cut elsewhere.
+  assert [b.tolist() for b in asp.windows(LENGTHS, [3, 0, 5])] == [
+    [0, 2, 6],
+    [],
+    [1, 3, 4, 5, 7],
+  ]
 
 
 @quick
@@ -236,17 +242,17 @@ def test_a_window_on_paper():
 def test_blocks_are_alike_in_length(highs):
   rising = sorted(range(12), key=lambda i: (highs[i], i))
   for count in (1, 2, 3, 4, 6, 12):
-    blocks = asp.windows(highs, count)
+    blocks = asp.windows(highs, [12 // count] * count)
     assert len(blocks) == count
     for k, block in enumerate(np.array(rising).reshape(count, -1).tolist()):
       assert blocks[k].tolist() == sorted(block)
 
 
-def test_windows_that_do_not_divide_are_refused():
-  with pytest.raises(ValueError, match='blocks: 3, expected a divisor of 8 prompts'):
-    asp.windows(LENGTHS, 3)
-  with pytest.raises(ValueError, match='blocks: 0, expected at least 1'):
-    asp.windows(LENGTHS, 0)
+def test_windows_that_do_not_add_up_are_refused():
+  with pytest.raises(ValueError, match=r'sizes: \[3, 3\], expected a sum of 8 prompts'):
+    asp.windows(LENGTHS, [3, 3])
+  with pytest.raises(ValueError, match=r'sizes: \[\], expected a sum of 8'):
+    asp.windows(LENGTHS, [])
 
 
 # --- the order of bundles --------------------------------------------------------------

@@ -360,6 +360,37 @@ def test_quotas_add_up_and_are_within_one_of_exact(n, weights):
     assert abs(part - n * weight / sum(weights)) < 1 + 1e-6
 
 
+@pytest.mark.parametrize(
+  'how, visits',
+  [
+    (dict(factor=5), [*range(0, 108, 6)]),
+    (dict(factor=5, growth=2.0, cap=32), [0, 6, 17, 38, 71, 104]),
+  ],
+)
+def test_growing_snoozes_ask_less_of_what_stays_solved(how, visits):
+  """Naps of 5 passes, or of 5, 10, 20, 32, 32: of 108 passes 18 visits, or 6. A relapse
+  begins anew with 5."""
+  source, given = snooze(2, **how), []
+  while source.number('a') < 108:
+    [(index, number)] = source.peek('a', 1)
+    source.next('a')
+    given += [number] * (index == 0)
+    source.observe('a', index, EASY if index == 0 else USEFUL, 1.0)
+  assert [number for number in given if number < 108] == visits
+  at = source.number('a')
+  while source.next('a') != 0:
+    source.observe('a', 1, USEFUL, 1.0)
+  source.observe('a', 0, USEFUL, 1.0)
+  naps = []
+  while len(naps) < 2:
+    [(index, number)] = source.peek('a', 1)
+    source.next('a')
+    if index == 0:
+      naps.append(number)
+    source.observe('a', index, EASY if index == 0 else USEFUL, 1.0)
+  assert naps[0] >= at and naps[1] - naps[0] == 6
+
+
 def test_rolling_quotas_on_paper():
   """4."""
   counts, given_by = [0, 0, 0], []
@@ -866,7 +897,9 @@ def spoil(**columns):
   [
     (lambda s: s.update(other=1), 'state of snooze: keys'),
     (lambda s: s.pop('draw'), 'state of snooze: keys'),
-    (lambda s: s.update(version=2), 'snooze.version: 2, expected 1'),
+    (lambda s: s.update(version=1), 'snooze.version: 1, expected 2'),
+    (lambda s: s.update(since={'a': -2}), 'snooze.since.a: -2, expected a draw, or -1'),
+    (lambda s: s.update(quotas={'counts': {'a': -1}, 'weights': {}}), 'quotas: counts'),
     (lambda s: s.update(sizes={'a': 4}), "were {'a': 4} .* now {'a': 3}"),
     (lambda s: s.update(place={'b': [0, 0]}), 'state of snooze.place'),
     (lambda s: s.update(place={'a': [0, 4]}), 'snooze.place.a'),

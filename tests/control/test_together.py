@@ -446,6 +446,45 @@ def test_a_set_of_candidates_counts_those_that_were_pruned():
   assert pruned > 0 and step_of(scheduler, STEPS, Paper())[1].count >= 5
 
 
+@pytest.mark.parametrize('regime', ['fixed_candidates', 'fill'])
+@pytest.mark.parametrize('window', [1, 4])
+def test_each_step_of_a_window_decides_whether_it_prunes(regime, window):
+  """`final` 0.25 of 8 steps: bundles 4 and 5 are pruned, 6 and 7 of their window are not;
+  all four were as the first was. A step of a window prunes where one by itself does."""
+  sizes = {'a': 24}
+  scheduler = Scheduler(
+    Source(Snooze(sizes, {'a': 1.0}, 0)),
+    prompt_of,
+    Sampling(max_new_tokens=LIMIT),
+    groups_per_step=12,
+    group_size=4,
+    dynamic_sampling=False,
+    prompt_pruner=PromptPruner(sizes, rate=0.6, regime=regime, final=0.25, steps=8),
+    lengths=LengthPredictor(sizes, limit=LIMIT),
+    asp=Asp(window=window),
+    steps=8,
+    advantages_of=group_advantages,
+  )
+
+  def outcome(request):  # one of three prompts has nothing to teach
+    return [1.0] * 4 if request.prompt.index % 3 == 0 else [1.0, 1.0, 0.0, 0.0]
+
+  pruned, metrics = [], {}
+  for step in range(8):
+    plan = scheduler.plan(step)
+    scheduler.sent(plan)
+    scheduler.observe([graded(r, outcome(r), version=step) for r in plan.requests])
+    lesson = scheduler.take_batch(step)
+    weights = [set(keep.tolist()) for keep in lesson.keep]
+    pruned.append(any(w != {1.0} for w in weights))
+    assert lesson.count == 12
+    metrics, _ = scheduler.close(step)
+    if regime == 'fill':
+      assert (metrics['dppo/mean_chance/a'] < 1) == (step < 6)
+  assert pruned[4] or pruned[5]  # perhaps all low ones are among the short, or long
+  assert not pruned[6] and not pruned[7]
+
+
 def _answer(step):
   return lambda request: answered(request, step)
 

@@ -113,6 +113,57 @@ def many(dataset, size=64):
   return found.lengths.reshape(-1, size), found.verdicts.reshape(-1, size)
 
 
+@pytest.mark.parametrize('size', [2, 4, 8])
+def test_stubborn_prompts_never_settle(size):
+  """Pass rates uniform in (0, 1), whatever is learned: (G - 1) / (G + 1) of their groups
+  have right and wrong answers, the integral of 1 - p^G - (1 - p)^G."""
+  d = Dataset(count=20_000, stubborn=1.0, gain=2.0, pass_rate=0.999, pass_spread=0.1)
+  workload = Workload({'a': d}, seed=1)
+  for version in range(3):
+    asked = [request(workload, i, size, index=i) for i in range(d.count)]
+    verdicts = workload.answers_of(asked, version).verdicts.reshape(-1, size)
+    useful = (verdicts.min(axis=1) < verdicts.max(axis=1)).mean()
+    assert useful == pytest.approx((size - 1) / (size + 1), abs=0.011)  # 3 deviations
+    before = workload.pass_rates('a')
+    workload.trained(lesson([group(one) for one in asked[:100]]))
+    assert (workload.pass_rates('a') == before).all()
+
+
+def test_a_share_is_stubborn_and_the_others_are_as_without():
+  d = Dataset(count=5000, gain=1.0, transfer=0.0)
+  plain, mixed = (
+    Workload({'a': dataclasses.replace(d, stubborn=s)}, seed=1) for s in (0.0, 0.3)
+  )
+  visits = [group(request(mixed, i, index=i)) for i in range(d.count)]
+  before = mixed.pass_rates('a')
+  same = before == plain.pass_rates('a')
+  mixed.trained(lesson(visits))
+  assert (mixed.pass_rates('a') == before).tolist() == (~same).tolist()
+  assert same.mean() == pytest.approx(0.7, abs=0.02)
+
+
+@pytest.mark.parametrize('spread', [0.0, 0.5])
+def test_gains_spread_over_prompts(spread):
+  """A visit adds gain * exp(spread z) to log-odds, z normal; another prompt's adds that
+  of the middle, `transfer` shared by all, as much faster or slower."""
+  d = Dataset(count=4000, gain=0.2, gain_spread=spread, transfer=0.5, pass_spread=0.5)
+  workload = Workload({'a': d}, seed=1)
+
+  def odds():
+    rates = workload.pass_rates('a')
+    return np.log(rates / (1 - rates))
+
+  before = odds()
+  half = [group(request(workload, i, index=i)) for i in range(2000)]
+  workload.trained(lesson(half))
+  added = odds() - before
+  visited, others = np.log(added[:2000]), np.log(added[2000:])
+  shared = 0.5 * 0.2 * 2000 / 4000
+  for found, middle in ((visited, 0.2 + shared), (others, shared)):
+    assert found.mean() == pytest.approx(np.log(middle), abs=0.04)
+    assert found.std() == pytest.approx(spread, abs=0.02)
+
+
 def test_lengths_are_lognormal_over_prompts_and_within_groups():
   lengths, _ = many(Dataset(count=2000, median=5000, spread=0.6, within=0.3))
   ln = np.log(lengths)
