@@ -7,6 +7,8 @@ import statistics
 import time
 from typing import Any, TextIO
 
+from jaxrl_sched.terminal import tell
+
 _PLAIN_EVERY_S = 5.0  # plain lines of steps come at most this often
 # What is being done within a step is told at most this often.
 _LIVE_PROGRESS_S = 1.0
@@ -73,7 +75,7 @@ class Console:
   def say(self, text: str) -> None:
     """Prints a line, above the live one."""
     if self._live and self._shown:
-      self._stream.write('\r\x1b[K')
+      tell(self._stream, '\r\x1b[K')
     self._print(text)
     if self._live and self._shown:
       self._draw(self._shown)
@@ -84,17 +86,16 @@ class Console:
     if self._live and self._shown:
       if self._doing:
         self._draw(' | '.join(self._last))
-      print(file=self._stream, flush=True)
+      tell(self._stream, '\n')
     self._shown = self._doing = ''
 
   def _draw(self, text: str) -> None:
     width = shutil.get_terminal_size().columns - 1
-    self._stream.write(f'\r\x1b[K{text[:width]}')
-    self._stream.flush()
+    tell(self._stream, f'\r\x1b[K{text[:width]}')
     self._shown, self._told_s = text, time.monotonic()
 
   def _print(self, text: str) -> None:
-    print(text, file=self._stream, flush=True)
+    tell(self._stream, f'{text}\n')
     self._told_s = time.monotonic()
 
   def _print_waiting(self) -> None:

@@ -17,6 +17,7 @@ from jaxrl_sched import config, evaluation, loop, report, settings, storage
 from jaxrl_sched.console import duration
 from jaxrl_sched.device import multihost, together
 from jaxrl_sched.metrics import NoRecorder, Recorder
+from jaxrl_sched.terminal import quietly
 from jaxrl_sched.types import Group
 
 MARK = '.seen_by_all'  # in the workdir of several processes
@@ -318,4 +319,4 @@ def samples(engine, count: int) -> Callable[[Sequence[Group]], list[dict[str, An
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  sys.exit(quietly(main))
