@@ -37,12 +37,16 @@ class Console:
     self._shown = ''  # the live line
     self._doing = ''  # the first word of the progress that is shown
 
-  def step(self, step: int, values: dict[str, Any], held_out: float | None) -> None:
-    """Tells of a step; after the last, of the final evaluation, if there was one."""
+  def step(self, step: int, values: dict[str, Any], held_out: str | None) -> None:
+    """Tells of a step; after the last, of the final evaluation, if there was one.
+
+    Args:
+      held_out: the numbers of the latest evaluation; None: there was none yet.
+    """
     if step >= self._steps:
       self.end()
       if held_out is not None and any(key.startswith('eval/') for key in values):
-        self._print(f'final evaluation | held-out {held_out:.3f}')
+        self._print(f'final evaluation | held-out {held_out}')
       return
     self._doing = ''
     self._last = [self._name(step), *self._parts(step, values, held_out)]
@@ -109,7 +113,7 @@ class Console:
     return f'step {step + 1:>{len(str(self._steps))}}/{self._steps}'
 
   def _parts(
-    self, step: int, values: dict[str, Any], held_out: float | None
+    self, step: int, values: dict[str, Any], held_out: str | None
   ) -> list[str]:
     seconds, done = values.get('time/step_s'), step + 1
     self._evaluation_s = values.get('time/evaluate_s', self._evaluation_s)
@@ -120,8 +124,10 @@ class Console:
       parts.append(f'pass rate {values["pass_rate"]:.3f}')
     if values.get('update/skipped') == 1:
       parts.append(f'no update: {_why_not(values)}')
+    if values.get('update/refused') == 1:
+      parts.append('no update: not finite')
     if held_out is not None:
-      parts.append(f'held-out {held_out:.3f}')
+      parts.append(f'held-out {held_out}')
     if seconds:
       self._seconds.append(seconds)
       if 'rollout/tokens_generated' in values:
@@ -142,7 +148,7 @@ def _why_not(values: dict[str, Any]) -> str:
   generated = values.get('rollout/groups_generated')
   if generated and values.get('rollout/groups_filtered') == generated:
     return 'no group with spread'
-  return 'nothing to train on'
+  return values.get('update/why', 'nothing to train on')
 
 
 def duration(seconds: float) -> str:

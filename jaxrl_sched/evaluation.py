@@ -23,7 +23,8 @@ class Result:
   """One dataset's answers and what they say."""
 
   groups: list[Group]
-  numbers: dict[str, float]  # 'pass@1', 'pass@k', 'reward', lengths, 'truncated'
+  # 'pass@1', 'pass@k', 'reward' (of the maximum), 'reward_mean', lengths, 'truncated'
+  numbers: dict[str, float]
 
 
 def evaluate(
@@ -64,6 +65,7 @@ def _numbers(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
       for j in sorted({1, *k})
     },
     'reward_mean': float(np.mean([g.verdicts.mean() for g in groups])),
+    'reward': float(np.mean([g.verdicts.mean() / _most(g) for g in groups])),
     'length_mean': float(lengths.mean()),
     'length_max': int(lengths.max()),
     'truncated': float(np.concatenate([g.truncated for g in groups]).mean()),
@@ -71,9 +73,33 @@ def _numbers(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
   }
 
 
+def _most(group: Group) -> float:
+  """The reward that passes."""
+  most = group.request.prompt.max_reward
+  return 1.0 if most is None else most
+
+
 def score(results: dict[str, Result]) -> float:
-  """The mean of the datasets' pass@1."""
-  return float(np.mean([r.numbers['pass@1'] for r in results.values()]))
+  """The mean of the datasets' rewards, each as a share of its maximum.
+
+  Of rewards 0 and the maximum alone that is the mean pass@1.
+  """
+  return float(np.mean([r.numbers['reward'] for r in results.values()]))
+
+
+def doubts(results: dict[str, Result]) -> list[str]:
+  """What makes the numbers of a dataset say nothing about its answers."""
+  found = []
+  for name, result in results.items():
+    n = result.numbers
+    if n['grading_faults'] == n['prompts'] * n['samples']:
+      faults = {fault for group in result.groups for fault in group.faults}
+      found.append(
+        f'{name}: no held-out answer could be graded ({", ".join(sorted(faults))})'
+      )
+    if n['truncated'] == 1:
+      found.append(f'{name}: all held-out answers were cut off at their token limit')
+  return found
 
 
 def as_metrics(results: dict[str, Result]) -> dict[str, float]:
@@ -81,7 +107,7 @@ def as_metrics(results: dict[str, Result]) -> dict[str, float]:
     f'eval/{name}/{key}': value
     for name, result in results.items()
     for key, value in result.numbers.items()
-    if key.startswith('pass@') or key in ('length_mean', 'truncated')
+    if key.startswith('pass@') or key in ('reward', 'length_mean', 'truncated')
   }
 
 

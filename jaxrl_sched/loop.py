@@ -11,6 +11,7 @@ from jaxrl_sched.engine import Engine, Stopped
 from jaxrl_sched.metrics import Recorder
 from jaxrl_sched.types import Group
 
+REFUSED = 20  # updates in a row, and the run ends
 _BUSY = ('generate', 'reward', 'learn', 'load')
 
 
@@ -38,14 +39,17 @@ def train(
     samples_of: groups of a step's first round -> lines of samples.jsonl.
 
   Returns:
-    Whether the run is complete. False: it was asked to stop, and has saved.
+    Whether the run is complete, or has ended as its last updates were all refused.
+    False: it was asked to stop, and has saved.
   """
+  refused = 0
   for step in range(engine.step, steps + 1):
     boundary = scheduler.freeze()
     try:
       found, score, began = {}, None, engine.now()
-      is_judged = evaluate is not None and (step % evaluate_every == 0 or step == steps)
-      is_saved = step > 0 and (step % save_every == 0 or step == steps)
+      is_last = step == steps or refused == REFUSED
+      is_judged = evaluate is not None and (step % evaluate_every == 0 or is_last)
+      is_saved = step > 0 and (step % save_every == 0 or is_last)
       # Bundles under way are a part of what is saved, with the tokens they have got; and
       # sampling them counts as the step's time, not as an evaluation's.
       if is_judged or is_saved:
@@ -58,13 +62,14 @@ def train(
       if is_saved:
         recorder.flush()  # what came before a checkpoint is on disk before it
         engine.save(boundary(), score=score)
-      if step == steps:
+      if is_last:
         recorder.rollouts(step, scheduler.pending())
         recorder.log(step, found)
         break
       numbers = _step(engine, scheduler, recorder, step, samples_of)
       numbers['time/step_s'] += drained
       recorder.log(step, found | numbers)
+      refused = _refused(refused, step, numbers, recorder.say)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
       scheduler.keep(engine.drain(step + scheduler.lag))
@@ -73,6 +78,22 @@ def train(
       return False
   recorder.flush()
   return True
+
+
+def _refused(
+  before: int, step: int, numbers: dict[str, Any], say: Callable[[str], None]
+) -> int:
+  """Updates refused in a row; a step without an update leaves that as it was."""
+  if numbers.get('update/skipped') == 1:
+    return before
+  if not numbers.get('update/refused'):
+    return 0
+  if before == 0:
+    say(
+      f'Step {step + 1}: the update was refused, as it is not finite; the weights stay. '
+      f'After {REFUSED} in a row the run ends.'
+    )
+  return before + 1
 
 
 def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
