@@ -65,7 +65,9 @@ def _numbers(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
       for j in sorted({1, *k})
     },
     'reward_mean': float(np.mean([g.verdicts.mean() for g in groups])),
-    'reward': float(np.mean([g.verdicts.mean() / _most(g) for g in groups])),
+    'reward': float(
+      np.mean([np.mean(g.verdicts / _most(g), dtype=float) for g in groups])
+    ),
     'length_mean': float(lengths.mean()),
     'length_max': int(lengths.max()),
     'truncated': float(np.concatenate([g.truncated for g in groups]).mean()),
@@ -74,9 +76,9 @@ def _numbers(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
 
 
 def _most(group: Group) -> float:
-  """The reward that passes."""
+  """What a reward is a share of: the one that passes, where that is above 0."""
   most = group.request.prompt.max_reward
-  return 1.0 if most is None else most
+  return 1.0 if most is None or most <= 0 else most
 
 
 def score(results: dict[str, Result]) -> float:

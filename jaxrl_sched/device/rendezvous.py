@@ -132,7 +132,8 @@ class _Meeting:
             while peer.recv(1024):
               pass
       except Exception as error:
-        self._tell({'error': str(error), 'refused': isinstance(error, Refused)})
+        said = {'error': str(error), 'refused': isinstance(error, Refused)}
+        self._tell(said, self._lines)
         raise
       finally:
         for peer in self._lines:
@@ -175,9 +176,9 @@ class _Meeting:
     self._here = {i: other for i, other in self._here.items() if other is not peer}
     self._tell({'awaited': self._awaited()})
 
-  def _tell(self, what: dict) -> None:
+  def _tell(self, what: dict, to: Iterable[socket.socket] | None = None) -> None:
     line = json.dumps(what).encode() + b'\n'
-    for peer in self._here.values():
+    for peer in self._here.values() if to is None else to:
       with contextlib.suppress(OSError):  # its end is seen when it is read from
         peer.sendall(line)
 
