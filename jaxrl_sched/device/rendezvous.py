@@ -18,6 +18,7 @@ import time
 
 SAY_AFTER_S = 10.0  # then after twice as long, and so on
 _RETRY_S = 0.25
+_GRACE_S = 5.0
 
 
 class Absent(Exception):
@@ -71,12 +72,18 @@ class _Wait:
 
   def __init__(self, limit_s: float, say: Callable[[str], None], say_after_s: float):
     self._began, self._limit_s = time.monotonic(), limit_s
+    self._end = self._began + limit_s
     self._say, self._next = say, say_after_s
+
+  def leave_it_to_process_0(self) -> None:
+    """That one's limit counts from here on, unless it says nothing for much longer."""
+    self._end = time.monotonic() + self._limit_s + _GRACE_S
 
   def look(self, what: str) -> None:
     """Says what is awaited where that is due. Raises Absent after the limit."""
-    passed = time.monotonic() - self._began
-    if passed >= self._limit_s:
+    now = time.monotonic()
+    passed = now - self._began
+    if now >= self._end:
       raise Absent(
         f'{what} did not come within {self._limit_s:g} s (JAXRL_WAIT_S sets the limit)'
       )
@@ -189,9 +196,12 @@ def _come(address: tuple[str, int], process: int, count: int, wait: _Wait) -> No
     wait.look(f'process 0 of {count} at {address[0]}:{address[1]}')
     try:
       with socket.create_connection(address, timeout=_RETRY_S * 8) as peer:
+        if peer.getsockname() == peer.getpeername():
+          raise OSError('connected to itself, as happens where nobody listens')
         peer.settimeout(_RETRY_S)
         hello = {'process': process, 'of': count}
         peer.sendall(json.dumps(hello).encode() + b'\n')
+        wait.leave_it_to_process_0()
         if _told_to_go(peer, count, wait):
           return
     except OSError:  # not there yet, or gone again
