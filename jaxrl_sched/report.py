@@ -195,6 +195,13 @@ def _headline(columns: plots.Curves, config: dict[str, Any]) -> str:
   if ends:
     planned = f'of {config["steps"]:,}' if 'steps' in config else ''
     tile('Steps', f'{max(ends) + 1:,}', planned)
+  refused, skipped = (
+    columns[key][1].sum() if key in columns else 0
+    for key in ('update/refused', 'update/skipped')
+  )
+  if refused or skipped:
+    note = f'{refused:.0f} not finite, {skipped:.0f} without a gradient'
+    tile('Updates not made', f'{refused + skipped:,.0f}', note)
   if 'rollout/tokens_generated' in columns:
     generated = columns['rollout/tokens_generated'][1].sum()
     note = ''

@@ -82,6 +82,16 @@ def test_partial_rewards_come_first(tmp_path):
   assert all(10 <= y <= 214 for y in heights) and heights[0] > heights[1]
 
 
+def test_updates_that_were_not_made_are_counted(tmp_path):
+  lines = [full_line(step) for step in range(4)]
+  for step, line in enumerate(lines):
+    line |= {'update/refused': float(step > 1), 'update/skipped': float(step == 0)}
+  seen = words(fill(tmp_path, lines))
+  assert 'Updates not made 3 2 not finite, 1 without a gradient' in seen
+  lines = [full_line(0) | {'update/refused': 0.0, 'update/skipped': 0.0}]
+  assert 'Updates not made' not in words(fill(tmp_path, lines))
+
+
 def test_rewards_of_0_and_1_are_not_shown_twice(tmp_path):
   lines = [full_line(0) | {'eval/sums/pass@1': 0.5, 'eval/sums/reward': 0.5}]
   seen = words(fill(tmp_path, lines))
