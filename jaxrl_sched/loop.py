@@ -69,7 +69,7 @@ def train(
       numbers = _step(engine, scheduler, recorder, step, samples_of)
       numbers['time/step_s'] += drained
       recorder.log(step, found | numbers)
-      refused = _refused(refused, step, numbers, recorder.say)
+      refused = _refused(refused, step, numbers, recorder)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
       scheduler.keep(engine.drain(step + scheduler.lag))
@@ -81,7 +81,7 @@ def train(
 
 
 def _refused(
-  before: int, step: int, numbers: dict[str, Any], say: Callable[[str], None]
+  before: int, step: int, numbers: dict[str, Any], recorder: Recorder
 ) -> int:
   """Updates refused in a row; a step without an update leaves that as it was."""
   if numbers.get('update/skipped') == 1:
@@ -89,7 +89,7 @@ def _refused(
   if not numbers.get('update/refused'):
     return 0
   if before == 0:
-    say(
+    recorder.say(
       f'Step {step + 1}: the update was refused, as it is not finite; the weights stay. '
       f'After {REFUSED} in a row the run ends.'
     )

@@ -336,7 +336,7 @@ h1 { font-size: 26px; margin: 0 0 18px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 34px 0 12px; }
 h3 { font-size: 15px; margin: 0; }
 dl { display: grid; gap: 12px; margin: 0 0 16px;
-  grid-template-columns: repeat(auto-fit, minmax(185px, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(195px, 1fr)); }
 dl div, figure, table {
   background: var(--card); border: 1px solid var(--line); border-radius: 10px;
 }
@@ -365,6 +365,7 @@ th, td { padding: 4px 12px; text-align: left; vertical-align: top; font-weight: 
 tr + tr > * { border-top: 1px solid var(--line); }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 th { color: var(--soft); }
+.numbers { margin-bottom: 12px; }
 .numbers td, .numbers th + th { text-align: right; }
 .numbers td:first-child { text-align: left; }
 .wide { overflow-x: auto; margin-bottom: 12px; }
