@@ -70,7 +70,7 @@ def disturbed(tmp_path_factory):
   one_sampler = ['--config.sampler.mesh=global', '--config.mesh.fsdp=4']
   started = processes.launch([*argv, *one_sampler], logs, devices=2)
   wait_for(workdir, 4, started)
-  kill(started[1], signal.SIGTERM)
+  kill(started[1], signal.SIGHUP)
   said['stopped'] = processes.ended(started, logs)
 
   # On fewer devices, of one process.
