@@ -159,17 +159,17 @@ from jaxrl_sched.device import multihost, together
 def body():
   multihost.barrier('all here')
   if me == {who}:
-    os.kill(os.getpid(), signal.SIGSTOP) if {stopped} else time.sleep(100)
+    os.kill(os.getpid(), getattr(signal, '{stopped}')) if '{stopped}' else time.sleep(100)
   multihost.barrier('plan 7')
   return 0
 
 together._SAY_AFTER_S = 1.0
-together.SILENT_S = 2.0 if {stopped} else 60.0
+together.SILENT_S = 2.0 if '{stopped}' else 60.0
 sys.exit(together.run(body))
 """
 
 
-def waiting(tmp_path, monkeypatch, who, limit_s, stopped=False):
+def waiting(tmp_path, monkeypatch, who, limit_s, stopped=''):
   """What two processes end with where one does not come to a barrier."""
   monkeypatch.setenv('JAXRL_WAIT_S', limit_s)
   program = processes.START.replace('together.start()', '') + WAITING.format(
@@ -226,16 +226,21 @@ def test_a_process_that_stalls_alive_is_waited_for_and_named(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-  'who, line',
+  'who, stopped, line',
   [
-    (0, 'error: process 0, which keeps all together, has given no sign for 2 s'),
-    (1, 'error: process 1 of 2 failed: no sign of it for 2 s'),
+    (
+      0,
+      'SIGSTOP',
+      'error: process 0, which keeps all together, has given no sign for 2 s',
+    ),
+    (1, 'SIGSTOP', 'error: process 1 of 2 failed: no sign of it for 2 s'),
+    (1, 'SIGKILL', 'error: process 1 of 2 failed: no sign of it for 2 s'),
   ],
 )
 def test_a_process_that_is_stopped_gives_no_sign_and_ends_the_other(
-  who, line, tmp_path, monkeypatch
+  who, stopped, line, tmp_path, monkeypatch
 ):
-  _, said = waiting(tmp_path, monkeypatch, who, '60', stopped=True)
+  _, said = waiting(tmp_path, monkeypatch, who, '60', stopped)
   assert line in said[1 - who]
 
 
