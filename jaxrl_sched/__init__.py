@@ -23,3 +23,10 @@ Floors, imports going down only: types < host, control, engine < device, sim <
 loop, evaluation, metrics, report < config < the commands. The two lowest know
 nothing of jax.
 """
+
+import sys
+
+from jaxrl_sched import terminal
+
+if sys.argv[:1] == ['-m']:  # the package of a command that is being started
+  terminal.die_at_once()

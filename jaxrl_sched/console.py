@@ -7,6 +7,8 @@ import statistics
 import time
 from typing import Any, TextIO
 
+from jaxrl_sched.terminal import tell
+
 _PLAIN_EVERY_S = 5.0  # plain lines of steps come at most this often
 # What is being done within a step is told at most this often.
 _LIVE_PROGRESS_S = 1.0
@@ -35,12 +37,16 @@ class Console:
     self._shown = ''  # the live line
     self._doing = ''  # the first word of the progress that is shown
 
-  def step(self, step: int, values: dict[str, Any], held_out: float | None) -> None:
-    """Tells of a step; after the last, of the final evaluation, if there was one."""
+  def step(self, step: int, values: dict[str, Any], held_out: str | None) -> None:
+    """Tells of a step; after the last, of the final evaluation, if there was one.
+
+    Args:
+      held_out: the numbers of the latest evaluation; None: there was none yet.
+    """
     if step >= self._steps:
       self.end()
       if held_out is not None and any(key.startswith('eval/') for key in values):
-        self._print(f'final evaluation | held-out {held_out:.3f}')
+        self._print(f'final evaluation | held-out {held_out}')
       return
     self._doing = ''
     self._last = [self._name(step), *self._parts(step, values, held_out)]
@@ -73,7 +79,7 @@ class Console:
   def say(self, text: str) -> None:
     """Prints a line, above the live one."""
     if self._live and self._shown:
-      self._stream.write('\r\x1b[K')
+      tell(self._stream, '\r\x1b[K')
     self._print(text)
     if self._live and self._shown:
       self._draw(self._shown)
@@ -84,17 +90,16 @@ class Console:
     if self._live and self._shown:
       if self._doing:
         self._draw(' | '.join(self._last))
-      print(file=self._stream, flush=True)
+      tell(self._stream, '\n')
     self._shown = self._doing = ''
 
   def _draw(self, text: str) -> None:
     width = shutil.get_terminal_size().columns - 1
-    self._stream.write(f'\r\x1b[K{text[:width]}')
-    self._stream.flush()
+    tell(self._stream, f'\r\x1b[K{text[:width]}')
     self._shown, self._told_s = text, time.monotonic()
 
   def _print(self, text: str) -> None:
-    print(text, file=self._stream, flush=True)
+    tell(self._stream, f'{text}\n')
     self._told_s = time.monotonic()
 
   def _print_waiting(self) -> None:
@@ -108,7 +113,7 @@ class Console:
     return f'step {step + 1:>{len(str(self._steps))}}/{self._steps}'
 
   def _parts(
-    self, step: int, values: dict[str, Any], held_out: float | None
+    self, step: int, values: dict[str, Any], held_out: str | None
   ) -> list[str]:
     seconds, done = values.get('time/step_s'), step + 1
     self._evaluation_s = values.get('time/evaluate_s', self._evaluation_s)
@@ -119,8 +124,10 @@ class Console:
       parts.append(f'pass rate {values["pass_rate"]:.3f}')
     if values.get('update/skipped') == 1:
       parts.append(f'no update: {_why_not(values)}')
+    if values.get('update/refused') == 1:
+      parts.append('no update: not finite')
     if held_out is not None:
-      parts.append(f'held-out {held_out:.3f}')
+      parts.append(f'held-out {held_out}')
     if seconds:
       self._seconds.append(seconds)
       if 'rollout/tokens_generated' in values:
@@ -141,7 +148,7 @@ def _why_not(values: dict[str, Any]) -> str:
   generated = values.get('rollout/groups_generated')
   if generated and values.get('rollout/groups_filtered') == generated:
     return 'no group with spread'
-  return 'nothing to train on'
+  return values.get('update/why', 'nothing to train on')
 
 
 def duration(seconds: float) -> str:

@@ -14,6 +14,7 @@ import sys
 
 from jaxrl_sched import config, evaluation, models, storage
 from jaxrl_sched.device import multihost, together
+from jaxrl_sched.terminal import quietly
 from jaxrl_sched.train import overrides, parser, same_config
 
 EPILOG = """\
@@ -95,4 +96,4 @@ def _evaluate(run, engine, prompts, name, workdir: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  sys.exit(quietly(main))

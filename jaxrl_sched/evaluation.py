@@ -23,7 +23,8 @@ class Result:
   """One dataset's answers and what they say."""
 
   groups: list[Group]
-  numbers: dict[str, float]  # 'pass@1', 'pass@k', 'reward', lengths, 'truncated'
+  # 'pass@1', 'pass@k', 'reward' (of the maximum), 'reward_mean', lengths, 'truncated'
+  numbers: dict[str, float]
 
 
 def evaluate(
@@ -69,6 +70,9 @@ def _numbers(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
       f'reward/{name}': float(np.mean([g.components[name].mean() for g in groups]))
       for name in groups[0].components
     },
+    'reward': float(
+      np.mean([np.mean(g.verdicts / _most(g), dtype=float) for g in groups])
+    ),
     'length_mean': float(lengths.mean()),
     'length_max': int(lengths.max()),
     'truncated': float(np.concatenate([g.truncated for g in groups]).mean()),
@@ -76,9 +80,33 @@ def _numbers(groups: Sequence[Group], k: Sequence[int]) -> dict[str, float]:
   }
 
 
+def _most(group: Group) -> float:
+  """What a reward is a share of: the one that passes, where that is above 0."""
+  most = group.request.prompt.max_reward
+  return 1.0 if most is None or most <= 0 else most
+
+
 def score(results: dict[str, Result]) -> float:
-  """The mean of the datasets' pass@1."""
-  return float(np.mean([r.numbers['pass@1'] for r in results.values()]))
+  """The mean of the datasets' rewards, each as a share of its maximum.
+
+  Of rewards 0 and the maximum alone that is the mean pass@1.
+  """
+  return float(np.mean([r.numbers['reward'] for r in results.values()]))
+
+
+def doubts(results: dict[str, Result]) -> list[str]:
+  """What makes the numbers of a dataset say nothing about its answers."""
+  found = []
+  for name, result in results.items():
+    n = result.numbers
+    if n['grading_faults'] == n['prompts'] * n['samples']:
+      faults = {fault for group in result.groups for fault in group.faults}
+      found.append(
+        f'{name}: no held-out answer could be graded ({", ".join(sorted(faults))})'
+      )
+    if n['truncated'] == 1:
+      found.append(f'{name}: all held-out answers were cut off at their token limit')
+  return found
 
 
 def as_metrics(results: dict[str, Result]) -> dict[str, float]:
@@ -86,7 +114,8 @@ def as_metrics(results: dict[str, Result]) -> dict[str, float]:
     f'eval/{name}/{key}': value
     for name, result in results.items()
     for key, value in result.numbers.items()
-    if key.startswith(('pass@', 'reward/')) or key in ('length_mean', 'truncated')
+    if key.startswith(('pass@', 'reward/'))
+    or key in ('reward', 'length_mean', 'truncated')
   }
 
 

@@ -23,6 +23,7 @@ from jaxrl_sched.device.checkpoint import Checkpoints
 from jaxrl_sched.device.hf_config import DTYPES
 from jaxrl_sched.device.model import ModelConfig
 from jaxrl_sched.device.tokenizers import known_ids
+from jaxrl_sched.terminal import quietly
 from jaxrl_sched.train import overrides, parser
 
 EPILOG = 'Without --config the settings are those in the workdir.'
@@ -121,4 +122,4 @@ def checkpointed(
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  sys.exit(quietly(main))

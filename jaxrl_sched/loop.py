@@ -11,6 +11,7 @@ from jaxrl_sched.engine import Engine, Stopped
 from jaxrl_sched.metrics import Recorder
 from jaxrl_sched.types import Group
 
+REFUSED = 20  # updates in a row, and the run ends
 _BUSY = ('generate', 'reward', 'learn', 'load')
 
 
@@ -39,13 +40,17 @@ def train(
     samples_of: groups of a step's first round -> lines of samples.jsonl.
 
   Returns:
-    Whether the run has ended. False: it was asked to stop, and has saved.
+    Whether the run has ended: at its last step, or before where there is nothing left to
+    learn from or its last updates were all refused. False: it was asked to stop, and has
+    saved.
   """
+  refused = 0
   for step in range(engine.step, steps + 1):
     boundary = scheduler.freeze()
     try:
       found, score, began = {}, None, engine.now()
-      is_last = step == steps or scheduler.exhausted(step) is not None
+      is_last = step == steps or refused == REFUSED
+      is_last |= scheduler.exhausted(step) is not None
       is_judged = evaluate is not None and (step % evaluate_every == 0 or is_last)
       is_saved = step > 0 and (step % save_every == 0 or is_last)
       # Bundles under way are a part of what is saved, with the tokens they have got; and
@@ -69,6 +74,7 @@ def train(
       recorder.log(step, found | numbers)
       for note in scheduler.notes():
         recorder.say(note)
+      refused = _refused(refused, step, numbers, recorder)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
       scheduler.keep(engine.drain(step + scheduler.lag))
@@ -77,6 +83,22 @@ def train(
       return False
   recorder.flush()
   return True
+
+
+def _refused(
+  before: int, step: int, numbers: dict[str, Any], recorder: Recorder
+) -> int:
+  """Updates refused in a row; a step without an update leaves that as it was."""
+  if numbers.get('update/skipped') == 1:
+    return before
+  if not numbers.get('update/refused'):
+    return 0
+  if before == 0:
+    recorder.say(
+      f'Step {step + 1}: the update was refused, as it is not finite; the weights stay. '
+      f'After {REFUSED} in a row the run ends.'
+    )
+  return before + 1
 
 
 def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from jaxrl_sched import storage
 from jaxrl_sched.console import Console
 from jaxrl_sched.engine import Span
 
-_PASS_RATE = re.compile(r'eval/.+/pass@1')
+_HELD_OUT = re.compile(r'(eval/.+)/pass@1')
+_EQUAL = 1e-6  # a mean reward and a pass rate this close are of rewards 0 and 1
 _FILES = ('metrics', 'rollouts', 'samples', 'timeline')
 
 
@@ -178,8 +179,11 @@ class Recorder:
     """The latest value of every key logged, also by earlier runs in this folder.
 
     Besides: 'held_out/first' and 'held_out/last', the mean pass@1 over datasets at the
-    first and the last evaluation, and the sums 'total/tokens_generated',
-    'total/seconds' and 'total/updates' (made, not skipped), each where there is one.
+    first and the last evaluation; where rewards are not all 0 or 1, the same of rewards
+    as 'held_out/first_reward' and 'held_out/last_reward'; and the sums
+    'total/tokens_generated', 'total/seconds', 'total/updates' (made, not skipped),
+    'total/refused' and 'total/refused_last' (in a row, at the end), each where there is
+    one.
     """
     if not self._files['metrics'].closed:
       self._write_pending()
@@ -194,7 +198,7 @@ class Recorder:
     print(json.dumps(line, allow_nan=False), file=self._files['metrics'], flush=True)
     self._summary.add(line)
     if self._console:
-      self._console.step(step, values, self._summary.held_out_last)
+      self._console.step(step, values, self._summary.held_out())
     self._tell(lambda logger: logger.write(step, values))
 
   def _start(self, name: str, make: Callable[[], 'Logger']) -> None:
@@ -385,8 +389,10 @@ class _Summary:
   def __init__(self):
     self._latest: dict[str, Any] = {}
     self._totals: dict[str, float] = {}
-    self.held_out_first: float | None = None
-    self.held_out_last: float | None = None
+    # Of the first and the last evaluation.
+    self._pass_rates: list[float] = []
+    self._rewards: list[float] = []
+    self._has_partial_rewards = False
 
   def add(self, line: dict[str, Any]) -> None:
     self._latest |= line
@@ -397,17 +403,43 @@ class _Summary:
       if key in line:
         self._totals[total] = self._totals.get(total, 0) + line[key]
     if 'update/skipped' in line:
-      made = 1 - line['update/skipped']
-      self._totals['total/updates'] = self._totals.get('total/updates', 0) + made
-    rates = [v for k, v in line.items() if _PASS_RATE.fullmatch(k)]
-    if rates:
-      self.held_out_last = statistics.fmean(rates)
-      if self.held_out_first is None:
-        self.held_out_first = self.held_out_last
+      self._add_update(line['update/skipped'], line.get('update/refused', 0))
+    found = [match[1] for key in line if (match := _HELD_OUT.fullmatch(key))]
+    if found:
+      rates = [line[f'{name}/pass@1'] for name in found]
+      rewards = [line.get(f'{name}/reward', line[f'{name}/pass@1']) for name in found]
+      self._has_partial_rewards |= any(
+        abs(a - b) > _EQUAL for a, b in zip(rates, rewards, strict=True)
+      )
+      self._pass_rates = [*self._pass_rates[:1], statistics.fmean(rates)]
+      self._rewards = [*self._rewards[:1], statistics.fmean(rewards)]
+
+  def _add_update(self, skipped: float, refused: float) -> None:
+    totals = self._totals
+    for key, more in (
+      ('total/updates', 1 - skipped - refused),
+      ('total/refused', refused),
+    ):
+      totals[key] = totals.get(key, 0) + more
+    if not skipped:
+      in_a_row = totals.get('total/refused_last', 0)
+      totals['total/refused_last'] = in_a_row + 1 if refused else 0
+
+  def held_out(self) -> str | None:
+    """The latest evaluation in a few words; None: there was none."""
+    if not self._pass_rates:
+      return None
+    passed = f'{self._pass_rates[-1]:.3f}'
+    if not self._has_partial_rewards:
+      return passed
+    return f'reward {self._rewards[-1]:.3f}, passed {passed}'
 
   def values(self) -> dict[str, Any]:
     values = self._latest | self._totals
-    if self.held_out_first is not None:
-      values['held_out/first'] = self.held_out_first
-      values['held_out/last'] = self.held_out_last
+    kinds = [('', self._pass_rates)]
+    if self._has_partial_rewards:
+      kinds.append(('_reward', self._rewards))
+    for kind, both in kinds:
+      if both:
+        values |= {f'held_out/first{kind}': both[0], f'held_out/last{kind}': both[-1]}
     return values

@@ -34,14 +34,21 @@ BESIDE = Panel(  # with a lag
   | {k: v for k, v in TIME.keys.items() if v not in ('idle', 'other')},
 )
 
+HELD_OUT = Panel(
+  'Held out',
+  'pass@1 on prompts that are never trained on',
+  {'eval/*/pass@1': '*'},
+  unit_range=True,
+)
+PARTIAL = Panel(  # where rewards are not all 0 or 1
+  'Held out',
+  'mean reward, of the maximum, on prompts that are never trained on',
+  {'eval/*/reward': '*'},
+)
+
 SECTIONS = {
   'Learning': (
-    Panel(
-      'Held out',
-      'pass@1 on prompts that are never trained on',
-      {'eval/*/pass@1': '*'},
-      unit_range=True,
-    ),
+    HELD_OUT,
     Panel(
       'In training',
       'mean over all groups sampled, filtered ones too',

@@ -227,7 +227,8 @@ def _with_room(low: float, high: float) -> tuple[float, float]:
   if high - low < 1e-12:
     spread = abs(high) / 2 or 0.5
     return low - spread, high + spread
-  return low, high + (high - low) * 0.05
+  room = (high - low) * 0.05
+  return low - room * (low < 0), high + room
 
 
 def _ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:

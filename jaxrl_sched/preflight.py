@@ -20,6 +20,7 @@ from jaxrl_sched import config, fitting, train
 from jaxrl_sched.device import compiled
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.footprint import Footprint
+from jaxrl_sched.terminal import quietly
 
 EPILOG = """\
 Needs the extra 'tpu' (libtpu holds the compiler), neither weights nor data: the model's
@@ -280,4 +281,4 @@ if __name__ == '__main__':
   jax.config.update('jax_platforms', 'cpu')
   # Programs for devices that are not there can be written to jax's cache, not read.
   jax.config.update('jax_enable_compilation_cache', False)
-  sys.exit(main())
+  sys.exit(quietly(main))

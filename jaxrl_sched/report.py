@@ -19,7 +19,7 @@ from jaxrl_sched import plots
 from jaxrl_sched.console import duration
 from jaxrl_sched.engine import Span
 from jaxrl_sched.metrics import iter_jsonl, read_jsonl
-from jaxrl_sched.panels import BESIDE, SECTIONS, TIME, Panel
+from jaxrl_sched.panels import BESIDE, HELD_OUT, PARTIAL, SECTIONS, TIME, Panel
 
 _TIMES = ('time/generate_s', 'time/reward_s', 'time/learn_s', 'time/idle_s')
 _SAMPLES = 4  # groups, the newest
@@ -39,13 +39,16 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
 
   parts = [f'<h1>{name}</h1>']
   if columns:
-    parts += [_headline(columns, config), _held_out_table(columns)]
+    parts.append(_headline(columns, config))
+    parts += [_held_out_table(columns, *both) for both in _held_out(columns).items()]
   else:
     parts.append('<p>No step has been logged in this folder yet.</p>')
   columns |= _fates(workdir / 'rollouts.jsonl')
   lag = (config.get('asp') or {}).get('lag', 0)
   for title, panels in SECTIONS.items():
     panels = [BESIDE if lag and panel is TIME else panel for panel in panels]
+    if _has_partial_rewards(columns) and HELD_OUT in panels:
+      panels.insert(panels.index(HELD_OUT), PARTIAL)
     figures = ''.join(figure(panel, columns) for panel in panels)
     if figures:
       parts.append(f'<h2>{title}</h2><div class="plots">{figures}</div>')
@@ -174,12 +177,12 @@ def _headline(columns: plots.Curves, config: dict[str, Any]) -> str:
   def tile(label: str, value: str, note: str = '') -> None:
     tiles.append(f'<div><dt>{label}</dt><dd>{value}</dd><small>{note}</small></div>')
 
-  held_out = _matching(columns, {'eval/*/pass@1': '*'})
-  if held_out:
+  for what, key in _held_out(columns).items():
+    held_out = _matching(columns, {key: '*'})
     first = np.mean([values[0] for _, values in held_out.values()])
     last = np.mean([values[-1] for _, values in held_out.values()])
     note = f'mean of {len(held_out)} datasets' if len(held_out) > 1 else ''
-    tile('Held-out pass@1', f'{first:.3f} → {last:.3f}', note)
+    tile(what, f'{first:.3f} → {last:.3f}', note)
   if 'pass_rate' in columns:
     values = columns['pass_rate'][1]
     few = min(5, len(values))
@@ -192,6 +195,13 @@ def _headline(columns: plots.Curves, config: dict[str, Any]) -> str:
   if ends:
     planned = f'of {config["steps"]:,}' if 'steps' in config else ''
     tile('Steps', f'{max(ends) + 1:,}', planned)
+  refused, skipped = (
+    columns[key][1].sum() if key in columns else 0
+    for key in ('update/refused', 'update/skipped')
+  )
+  if refused or skipped:
+    note = f'{refused:.0f} not finite, {skipped:.0f} without a gradient'
+    tile('Updates not made', f'{refused + skipped:,.0f}', note)
   if 'rollout/tokens_generated' in columns:
     generated = columns['rollout/tokens_generated'][1].sum()
     note = ''
@@ -206,19 +216,35 @@ def _headline(columns: plots.Curves, config: dict[str, Any]) -> str:
   return f'<dl>{"".join(tiles)}</dl>'
 
 
-def _held_out_table(columns: plots.Curves) -> str:
+def _held_out(columns: plots.Curves) -> dict[str, str]:
+  """What is told of held-out prompts, as heading -> keys."""
+  found = {}
+  if _has_partial_rewards(columns):
+    found['Held-out reward'] = 'eval/*/reward'
+  if _matching(columns, {'eval/*/pass@1': '*'}):
+    found['Held-out pass@1'] = 'eval/*/pass@1'
+  return found
+
+
+def _has_partial_rewards(columns: plots.Curves) -> bool:
+  """Whether held-out rewards are not all 0 or the maximum."""
+  rewards = _matching(columns, {'eval/*/reward': '*'})
+  rates = _matching(columns, {'eval/*/pass@1': '*'})
+  return any(
+    not np.allclose(values, rates[name][1], rtol=0, atol=1e-6)
+    for name, (_, values) in rewards.items()
+  )
+
+
+def _held_out_table(columns: plots.Curves, what: str, key: str) -> str:
   rows = []
-  for name, (steps, values) in _matching(columns, {'eval/*/pass@1': '*'}).items():
+  for name, (steps, values) in _matching(columns, {key: '*'}).items():
     best = int(np.argmax(values))
     cells = f'{values[0]:.3f}', f'{values[best]:.3f}', steps[best], f'{values[-1]:.3f}'
     rows.append(
       f'<tr><th>{html.escape(name)}</th>' + ''.join(f'<td>{c}</td>' for c in cells)
     )
-  if not rows:
-    return ''
-  head = ''.join(
-    f'<th>{h}</th>' for h in ('Held-out pass@1', 'first', 'best', 'at step', 'last')
-  )
+  head = ''.join(f'<th>{h}</th>' for h in (what, 'first', 'best', 'at step', 'last'))
   return f'<table class="numbers"><tr>{head}</tr>{"".join(rows)}</table>'
 
 
@@ -310,7 +336,7 @@ h1 { font-size: 26px; margin: 0 0 18px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 34px 0 12px; }
 h3 { font-size: 15px; margin: 0; }
 dl { display: grid; gap: 12px; margin: 0 0 16px;
-  grid-template-columns: repeat(auto-fit, minmax(185px, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(195px, 1fr)); }
 dl div, figure, table {
   background: var(--card); border: 1px solid var(--line); border-radius: 10px;
 }
@@ -339,6 +365,7 @@ th, td { padding: 4px 12px; text-align: left; vertical-align: top; font-weight: 
 tr + tr > * { border-top: 1px solid var(--line); }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 th { color: var(--soft); }
+.numbers { margin-bottom: 12px; }
 .numbers td, .numbers th + th { text-align: right; }
 .numbers td:first-child { text-align: left; }
 .wide { overflow-x: auto; margin-bottom: 12px; }

@@ -29,6 +29,7 @@ from jaxrl_sched.sim.costs import Costs
 from jaxrl_sched.sim.engine import SimEngine
 from jaxrl_sched.sim.trace import Trace
 from jaxrl_sched.sim.workload import Dataset, Workload
+from jaxrl_sched.terminal import quietly
 from jaxrl_sched.types import Sampling
 
 EPILOG = """\
@@ -416,4 +417,4 @@ def _run(
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  sys.exit(quietly(main))

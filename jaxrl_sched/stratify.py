@@ -21,9 +21,11 @@ from typing import Any
 
 from jaxrl_sched import config, models, settings, storage
 from jaxrl_sched.control.difficulty import TIERS, tier
+from jaxrl_sched.device import backend
 from jaxrl_sched.device.together import Stop
 from jaxrl_sched.engine import Stopped
 from jaxrl_sched.evaluation import FIRST_DRAW
+from jaxrl_sched.terminal import quietly
 from jaxrl_sched.train import overrides, parser
 from jaxrl_sched.types import Request
 
@@ -43,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
   which.add_argument('--step', metavar='N', help='a checkpoint: a step or latest')
   which.add_argument('--hf', metavar='FOLDER', help='a Hugging Face folder')
   arguments, rest = arguments.parse_known_args(argv)
+  backend.choose()
   try:
+    backend.check()
     workdir = storage.path(arguments.workdir, '--workdir=')
     c = config.of_workdir(arguments.config, workdir, overrides(rest))
     c['evaluate'] = None  # held-out prompts are none of its business
@@ -195,4 +199,4 @@ def _print_summary(run: config.Run, rates: dict[str, float]) -> None:
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  sys.exit(quietly(main))

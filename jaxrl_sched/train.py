@@ -6,7 +6,6 @@ python -m jaxrl_sched.train --config=configs/quickstart.py --workdir=DIR
 import argparse
 from collections.abc import Callable, Sequence
 import contextlib
-import functools
 import pathlib
 import sys
 import time
@@ -17,8 +16,10 @@ from jaxrl_sched import config, evaluation, loop, report, settings, storage
 from jaxrl_sched.console import duration
 from jaxrl_sched.device import multihost, together
 from jaxrl_sched.metrics import NoRecorder, Recorder
+from jaxrl_sched.terminal import quietly, tell
 from jaxrl_sched.types import Group
 
+REFUSED_AT_END = 5  # updates in a row, and a run that has ended has failed
 MARK = '.seen_by_all'  # in the workdir of several processes
 
 EPILOG = """\
@@ -27,8 +28,9 @@ Any setting of the config can be overridden: --config.optimizer.learning_rate=1e
 
 The workdir receives config.json, metrics.jsonl (a line a step), rollouts.jsonl (a line
 a group), samples.jsonl (some answers' texts), timeline.jsonl (who was busy when),
-checkpoints/, tensorboard/ and report.html. SIGTERM or Ctrl-C saves and ends with 0; the
-same command goes on from there. Bad input ends with 2 and one line.
+checkpoints/, tensorboard/ and report.html. SIGTERM, Ctrl-C, SIGHUP, SIGUSR1, SIGUSR2 or
+SIGXCPU saves and ends with 0; the same command resumes from there. Bad input ends with 2
+and one line.
 """
 
 
@@ -162,7 +164,7 @@ def _run(
   began, steps = time.perf_counter(), run.c['steps']
   every = run.evaluate.every if run.evaluate else None
   stop = together.Stop()
-  say = functools.partial(print, flush=True) if home is not None else _silent
+  say = _say if home is not None else _silent
   for note in notes(run):
     say(note)
   say('Building the model and compiling ...')
@@ -202,22 +204,46 @@ def _run(
       f'Stopped after step {engine.step}, saved. The same command goes on from there.'
     )
     return False, 0
-  first, last = summary.get('held_out/first'), summary.get('held_out/last')
-  if last is not None:
-    say(f'Held-out pass rate {first:.3f} -> {last:.3f} in {took}.')
-  else:
-    say(f'Done in {took}.')
+  say(f'{_held_out(summary) or "Done"} in {took}.')
   say(f'Workdir: {workdir}   Report: {workdir / page.name}')
+  failure = _failure(run, summary)
   if (reason := run.scheduler.exhausted(engine.step)) is not None:
-    print(f'error: ended at step {engine.step} of {steps}: {reason}', file=sys.stderr)
-    return True, 1
-  if summary.get('total/updates') == 0:
-    print(
-      'error: no update was made: no group had answers of different reward',
-      file=sys.stderr,
-    )
+    failure = f'ended at step {engine.step} of {steps}: {reason}'
+  if failure is not None:
+    tell(sys.stderr, f'error: {failure}\n')
     return True, 1
   return True, 0
+
+
+def _held_out(summary: dict[str, Any]) -> str | None:
+  """The first evaluation and the last one."""
+  parts = [
+    f'{what} {summary[f"held_out/first{key}"]:.3f} -> '
+    f'{summary[f"held_out/last{key}"]:.3f}'
+    for what, key in (('reward', '_reward'), ('pass rate', ''))
+    if f'held_out/first{key}' in summary
+  ]
+  return f'Held-out {", ".join(parts)}' if parts else None
+
+
+def _failure(run: config.Run, summary: dict[str, Any]) -> str | None:
+  """Why a run that has ended did not do its work, or None where it did."""
+  made, refused = (int(summary.get(f'total/{k}', 0)) for k in ('updates', 'refused'))
+  last = int(summary.get('total/refused_last', 0))
+  if refused > made or last >= REFUSED_AT_END:
+    rate = run.c['optimizer']['learning_rate']
+    return (
+      f'{refused} of {made + refused} updates were refused, the last {last} in a row, as '
+      'gradient or change was not finite: most likely '
+      f'config.optimizer.learning_rate={rate:g} is too high'
+    )
+  if made == 0 and 'total/updates' in summary:
+    return 'no update was made: no group had answers of different reward'
+  return None
+
+
+def _say(text: str) -> None:
+  tell(sys.stdout, f'{text}\n')
 
 
 def _silent(text: str) -> None:
@@ -284,7 +310,7 @@ def evaluator(run: config.Run, engine, say: Callable[[str], None]):
   if run.evaluate is None:
     return None
   prompts, each = list(run.held_out.all()), run.evaluate.samples
-  told = False
+  told, doubted = False, set()
 
   def evaluate(step: int):
     nonlocal told
@@ -297,6 +323,9 @@ def evaluator(run: config.Run, engine, say: Callable[[str], None]):
       engine, prompts, run.evaluation_sampling(), samples=each, k=run.evaluate.k
     )
     took = {'time/evaluate_s': time.perf_counter() - began}
+    for doubt in set(evaluation.doubts(results)) - doubted:
+      say(doubt)
+      doubted.add(doubt)
     return evaluation.as_metrics(results) | took, evaluation.score(results)
 
   return evaluate
@@ -322,4 +351,4 @@ def samples(engine, count: int) -> Callable[[Sequence[Group]], list[dict[str, An
 
 
 if __name__ == '__main__':
-  sys.exit(main())
+  sys.exit(quietly(main))

@@ -200,3 +200,29 @@ def test_the_time_left_counts_the_evaluations_to_come(step, evaluations):
 )
 def test_durations_have_two_units(seconds, text):
   assert console.duration(seconds) == text
+
+
+def test_partial_rewards_are_shown_beside_the_pass_rate(tmp_path, monkeypatch):
+  stream = io.StringIO()
+  with record(stream, tmp_path, monkeypatch) as recorder:
+    recorder.log(0, STEP | {'eval/sums/pass@1': 0.0, 'eval/sums/reward': 0.4375})
+    recorder.log(10, {'eval/sums/pass@1': 0.125, 'eval/sums/reward': 0.5})
+  first, last = stream.getvalue().splitlines()
+  assert first.endswith('| held-out reward 0.438, passed 0.000')
+  assert last == 'final evaluation | held-out reward 0.500, passed 0.125'
+
+
+@pytest.mark.parametrize(
+  'line, told',
+  [
+    ({'update/skipped': 0.0, 'update/refused': 1.0}, 'no update: not finite'),
+    (
+      {'update/skipped': 1.0, 'update/why': 'all answers left truncated'},
+      'no update: all answers left truncated',
+    ),
+  ],
+)
+def test_an_update_that_was_not_made_has_its_own_reason(line, told):
+  stream = io.StringIO()
+  Console(1, stream).step(0, STEP | line, None)
+  assert stream.getvalue().rstrip().split(' | ')[-1] == told

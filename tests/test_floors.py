@@ -15,6 +15,7 @@ ROOT = pathlib.Path(jaxrl_sched.__file__).parent
 FLOORS = {
   'types': 0,
   'journal': 0,
+  'terminal': 0,
   'storage': 1,
   'host': 1,
   'control': 1,

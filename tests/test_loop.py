@@ -1,5 +1,6 @@
 """The loop and evaluation on an engine of dictionaries: order, resume, counts."""
 
+import dataclasses
 import itertools
 import time
 
@@ -136,6 +137,7 @@ def test_the_order_of_a_run(tmp_path):
   assert lines(tmp_path)[4] == {
     'step': 4,
     'eval/a/pass@1': pytest.approx(1 / 3),
+    'eval/a/reward': pytest.approx(1 / 3),
     'eval/a/length_mean': 3.0,
     'eval/a/truncated': 0.0,
   }
@@ -196,12 +198,47 @@ def test_a_run_with_nothing_left_to_learn_from_ends_evaluated_and_saved(tmp_path
   assert lines(tmp_path) == found
 
 
-def judged(verdicts, **settings):
+class Refusing(PaperEngine):
+  """Whose updates are refused but where `good` says, and skipped where `skipped` says."""
+
+  good = skipped = ()
+
+  def learn(self, lesson):
+    step, self.step = self.step, self.step + 1
+    is_skipped = step in self.skipped
+    is_refused = not is_skipped and step not in self.good
+    return {'update/skipped': float(is_skipped), 'update/refused': float(is_refused)}
+
+
+def test_a_run_whose_updates_are_all_refused_ends_early_saved_and_says_so(
+  tmp_path, capsys
+):
+  engine = Refusing()
+  assert run(engine, tmp_path, steps=1000, save_every=1000, evaluate_every=1000)
+  assert engine.step == loop.REFUSED == max(engine.saved)
+  assert lines(tmp_path)[-1]['step'] == loop.REFUSED  # with the final evaluation
+  assert 'eval/a/pass@1' in lines(tmp_path)[-1]
+  assert capsys.readouterr().err.count('the update was refused') == 1
+
+
+def test_refused_updates_count_in_a_row_and_skipped_ones_neither_way(tmp_path, capsys):
+  engine = Refusing()
+  engine.good, engine.skipped = {10}, {5, 20, 21}
+  assert run(engine, tmp_path, steps=1000, save_every=1000, evaluate=False)
+  # Steps 11 to 32 are 22, of which two were skipped.
+  assert engine.step == 11 + loop.REFUSED + 2
+  assert capsys.readouterr().err.count('the update was refused') == 2
+
+
+def judged(verdicts, max_reward=1.0, **settings):
   class Given:
     def evaluate(self, requests):
       return [graded(r, v, **settings) for r, v in zip(requests, verdicts, strict=True)]
 
-  prompts = [prompt_of('a', i) for i in range(len(verdicts))]
+  prompts = [
+    dataclasses.replace(prompt_of('a', i), max_reward=max_reward)
+    for i in range(len(verdicts))
+  ]
   n = len(verdicts[0])
   return evaluation.evaluate(Given(), prompts, SAMPLING, samples=n, k=(1, n))
 
@@ -235,3 +272,45 @@ def test_truncation_speaks_of_the_limit():
   """M1: answers that ended are not truncated, however long the longest is."""
   assert judged([[1, 0]], length=5)['a'].numbers['truncated'] == 0
   assert judged([[1, 0]], finish='length')['a'].numbers['truncated'] == 1
+
+
+@pytest.mark.parametrize(
+  'verdicts, max_reward, reward, passed',
+  [
+    ([[0.5, 0.25], [0, 1]], 1.0, 0.4375, 0.25),
+    ([[25.05, 0], [50.1, 50.1]], 50.1, 0.625, None),
+    ([[-1, 1], [-0.5, 0.5]], 1.0, 0.0, 0.25),  # rewards may be below 0
+    ([[2.0, 0.5]], None, 1.25, 0.5),  # no maximum is known
+    ([[-1.0, -0.5]], 0.0, -0.75, 0.0),
+  ],
+)
+def test_held_out_reward_is_a_share_of_the_maximum(
+  verdicts, max_reward, reward, passed
+):
+  """And what the best checkpoint is chosen by."""
+  results = judged(verdicts, max_reward)
+  assert evaluation.as_metrics(results)['eval/a/reward'] == pytest.approx(reward)
+  assert evaluation.score(results) == pytest.approx(reward)
+  if passed is not None:
+    assert evaluation.as_metrics(results)['eval/a/pass@1'] == passed
+
+
+def test_of_rewards_0_and_1_the_score_is_the_pass_rate():
+  results = judged([[0, 5], [5, 5], [0, 0]], max_reward=5.0)
+  assert evaluation.score(results) == results['a'].numbers['pass@1'] == 0.5
+
+
+def test_numbers_that_say_nothing_are_doubted():
+  assert evaluation.doubts(judged([[1, 0]])) == []
+  assert evaluation.doubts(judged([[0, 0], [0, 0]], finish='length')) == [
+    'a: all held-out answers were cut off at their token limit'
+  ]
+  results = judged([[0, 0], [0, 0]])
+  numbers = dict(results['a'].numbers)
+  groups = [dataclasses.replace(g, faults=('raised',) * 2) for g in results['a'].groups]
+  numbers['grading_faults'] = 3
+  assert evaluation.doubts({'a': evaluation.Result(groups, numbers)}) == []
+  numbers['grading_faults'] = 4
+  assert evaluation.doubts({'a': evaluation.Result(groups, numbers)}) == [
+    'a: no held-out answer could be graded (raised)'
+  ]

@@ -257,3 +257,26 @@ def test_the_summary_spans_runs_in_the_same_folder(tmp_path):
   assert summary['total/seconds'] == 4.0
   assert summary['reward/mean'] == 0.5
   assert summary['step'] == 2
+
+
+def test_the_summary_has_held_out_rewards_where_they_are_not_all_0_or_1(tmp_path):
+  """Also where only a later evaluation, or one dataset, shows that."""
+  with quiet(tmp_path) as recorder:
+    both = {'eval/sums/pass@1': 0.5, 'eval/sums/reward': 0.5}
+    recorder.log(0, both | {'eval/sort/pass@1': 0.0, 'eval/sort/reward': 0.0})
+    assert 'held_out/first_reward' not in recorder.summary()
+    recorder.log(1, both | {'eval/sort/pass@1': 0.0, 'eval/sort/reward': 0.25})
+    summary = recorder.summary()
+  assert (summary['held_out/first'], summary['held_out/last']) == (0.25, 0.25)
+  assert summary['held_out/first_reward'] == 0.25
+  assert summary['held_out/last_reward'] == 0.375
+
+
+def test_the_summary_counts_refused_updates_apart(tmp_path):
+  """made, refused, skipped, refused, refused."""
+  with quiet(tmp_path) as recorder:
+    for step, (skipped, refused) in enumerate([(0, 0), (0, 1), (1, 0), (0, 1), (0, 1)]):
+      recorder.log(step, {'update/skipped': skipped, 'update/refused': refused})
+    summary = recorder.summary()
+  assert summary['total/updates'] == 1
+  assert summary['total/refused'] == summary['total/refused_last'] == 3

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -69,7 +70,7 @@ def disturbed(tmp_path_factory):
   one_sampler = ['--config.sampler.mesh=global', '--config.mesh.fsdp=4']
   started = processes.launch([*argv, *one_sampler], logs, devices=2)
   wait_for(workdir, 4, started)
-  kill(started[1], signal.SIGTERM)
+  kill(started[1], signal.SIGHUP)
   said['stopped'] = processes.ended(started, logs)
 
   # On fewer devices, of one process.
@@ -84,8 +85,8 @@ def test_when_one_is_killed_the_other_ends_and_says_why(disturbed):
   _, said = disturbed
   codes, (text, _) = said['killed']
   assert codes[1] == -signal.SIGKILL and codes[0] not in (0, 2), text
-  assert said['seconds'] < 60
-  assert 'Task 1' in text or 'unhealthy (stopped sending heartbeats):\n1' in text
+  assert said['seconds'] < 75
+  assert 'error: process 1 of 2 failed: no sign of it for 45 s' in text
 
 
 @pytest.mark.slow
@@ -149,6 +150,98 @@ def test_what_goes_wrong_in_one_ends_all_with_its_reason(
   kind, said = error.rstrip("')").split("('")
   assert f'error: process 1 failed: {kind}: ' in first and said in first
   assert said in second
+
+
+WAITING = """
+import os, signal, time
+from jaxrl_sched.device import multihost, together
+
+def body():
+  multihost.barrier('all here')
+  if me == {who}:
+    os.kill(os.getpid(), getattr(signal, '{stopped}')) if '{stopped}' else time.sleep(100)
+  multihost.barrier('plan 7')
+  return 0
+
+together._SAY_AFTER_S = 1.0
+together.SILENT_S = 2.0 if '{stopped}' else 60.0
+sys.exit(together.run(body))
+"""
+
+
+def waiting(tmp_path, monkeypatch, who, limit_s, stopped=''):
+  """What two processes end with where one does not come to a barrier."""
+  monkeypatch.setenv('JAXRL_WAIT_S', limit_s)
+  program = processes.START.replace('together.start()', '') + WAITING.format(
+    who=who, stopped=stopped
+  )
+  of = [[str(i), '', str(processes.ROOT)] for i in (0, 1)]
+  started = processes.launch(['-c', program], tmp_path, of=of, devices=1)
+  other = started[1 - who]
+  try:
+    other.wait(timeout=60)
+  finally:
+    if stopped:
+      started[who].kill()
+  codes, said = processes.ended(started, tmp_path, timeout_s=20)
+  assert codes[1 - who] == 1, said
+  for text in said:
+    assert 'Check failure' not in text and 'Traceback' not in text
+  return codes, said
+
+
+def test_a_process_that_never_comes_is_named_at_once_and_at_the_end(
+  tmp_path, monkeypatch
+):
+  """Each of the others has a line, exit code 1, and no abort."""
+  monkeypatch.setenv('JAXRL_WAIT_S', '8')
+  program = processes.START.replace(
+    'together.start()',
+    'from jaxrl_sched.device import rendezvous\n'
+    'rendezvous.meet.__kwdefaults__["say_after_s"] = 1.0\n'
+    'sys.exit(together.run(lambda: 0))\n',
+  )
+  of = [[str(i), '', str(processes.ROOT)] for i in (0, 1, 2)]
+  started = processes.launch(['-c', program], tmp_path, of=of, count=3, devices=1)
+  started[1].kill()
+  began = time.monotonic()
+  codes, said = processes.ended(started, tmp_path, timeout_s=60)
+  assert codes[::2] == [1, 1], said
+  assert time.monotonic() - began < 30
+  assert re.search(
+    r'Waiting for process(es)? 1[2, ]* of 3 \(\d of at most 8 s', said[0]
+  )
+  for text in said[::2]:
+    last = text.strip().splitlines()[-1]
+    assert re.match(r'error: process.* of 3 did not come within 8 s', last), text
+    assert 'Check failure' not in text and 'Traceback' not in text
+
+
+def test_a_process_that_stalls_alive_is_waited_for_and_named(tmp_path, monkeypatch):
+  codes, (first, second) = waiting(tmp_path, monkeypatch, 1, '8')
+  assert "Waiting for process 1 of 2 at 'plan 7' (" in first
+  assert "error: Barrier 'plan 7': absent after 8 s: process 1" in first
+  assert codes == [1, 1]  # the other hears of that, and ends too
+  assert 'error: process 0 failed: TimeoutError' in second
+
+
+@pytest.mark.parametrize(
+  'who, stopped, line',
+  [
+    (
+      0,
+      'SIGSTOP',
+      'error: process 0, which keeps all together, has given no sign for 2 s',
+    ),
+    (1, 'SIGSTOP', 'error: process 1 of 2 failed: no sign of it for 2 s'),
+    (1, 'SIGKILL', 'error: process 1 of 2 failed: no sign of it for 2 s'),
+  ],
+)
+def test_a_process_that_is_stopped_gives_no_sign_and_ends_the_other(
+  who, stopped, line, tmp_path, monkeypatch
+):
+  _, said = waiting(tmp_path, monkeypatch, who, '60', stopped)
+  assert line in said[1 - who]
 
 
 def test_a_broken_collective_is_no_bad_input():

@@ -68,6 +68,36 @@ def test_the_headline_says_what_the_run_achieved(tmp_path):
   assert 'sorting 0.500 0.875 10 0.875' in seen
 
 
+def test_partial_rewards_come_first(tmp_path):
+  lines = [full_line(step) for step in range(10)]
+  lines[0] |= {'eval/sums/pass@1': 0.0, 'eval/sums/reward': -0.25}
+  lines.append({'step': 10, 'eval/sums/pass@1': 0.0, 'eval/sums/reward': 0.5})
+  page = fill(tmp_path, lines, config={'steps': 10})
+  seen = words(page)
+  assert seen.index('Held-out reward -0.250 → 0.500') < seen.index('Held-out pass@1')
+  first = page[page.index('<figure>') : page.index('</figure>')]
+  assert 'mean reward, of the maximum, on prompts' in first
+  assert '<title>step 0: -0.25</title>' in first  # below 0, and within the frame
+  heights = [float(y) for y in re.findall(r'<circle[^>]* cy="([\d.]+)"', first)]
+  assert all(10 <= y <= 214 for y in heights) and heights[0] > heights[1]
+
+
+def test_updates_that_were_not_made_are_counted(tmp_path):
+  lines = [full_line(step) for step in range(4)]
+  for step, line in enumerate(lines):
+    line |= {'update/refused': float(step > 1), 'update/skipped': float(step == 0)}
+  seen = words(fill(tmp_path, lines))
+  assert 'Updates not made 3 2 not finite, 1 without a gradient' in seen
+  lines = [full_line(0) | {'update/refused': 0.0, 'update/skipped': 0.0}]
+  assert 'Updates not made' not in words(fill(tmp_path, lines))
+
+
+def test_rewards_of_0_and_1_are_not_shown_twice(tmp_path):
+  lines = [full_line(0) | {'eval/sums/pass@1': 0.5, 'eval/sums/reward': 0.5}]
+  seen = words(fill(tmp_path, lines))
+  assert 'Held-out pass@1 0.500' in seen and 'Held-out reward' not in seen
+
+
 def test_a_run_without_a_single_step_has_a_page_that_says_so(tmp_path):
   assert 'No step has been logged' in words(write_report(tmp_path).read_text())
   assert 'No step has been logged' in words(fill(tmp_path, [], config={'seed': 0}))

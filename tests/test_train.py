@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from toys import graded, lines
@@ -421,6 +422,53 @@ def test_a_solved_dataset_ends_the_run_with_a_reason(tmp_path, monkeypatch, caps
   generated = [line.get('rollout/groups_generated', 0) for line in found]
   assert max(generated) <= 2 * 20 and 2 * 64 <= sum(generated) <= 2 * 64 + 2 * 20
   assert (tmp_path / 'report.html').exists()
+
+
+def test_a_run_whose_every_update_is_refused_ends_with_1_and_the_likely_cause(
+  tmp_path, capsys
+):
+  argv = [f'--config={SMOKE.replace(":all", "")}', f'--workdir={tmp_path}']
+  changes = {'optimizer.learning_rate': 1e30, 'steps': 2, 'evaluate': None}
+  changes['log.tensorboard'] = False
+  code = train.main([*argv, *(f'--config.{k}={v}' for k, v in changes.items())])
+  out, err = capsys.readouterr()
+  assert code == 1, out + err
+  assert err == (
+    'error: 2 of 2 updates were refused, the last 2 in a row, as gradient or change was '
+    'not finite: most likely config.optimizer.learning_rate=1e+30 is too high\n'
+  )
+  assert out.count('Step 1: the update was refused') == 1
+  assert [m['update/refused'] for m in lines(tmp_path)[:2]] == [1, 1]
+
+
+@pytest.mark.parametrize(
+  'made, refused, last, failed',
+  [
+    (90, 10, 1, False),
+    (10, 11, 0, True),  # mostly
+    (90, 5, 5, True),  # the last ones: the weights are past use
+    (90, 4, 4, False),
+    (0, 0, 0, True),  # nothing was learned
+  ],
+)
+def test_refused_updates_fail_a_run_where_they_are_most_or_the_last(
+  made, refused, last, failed
+):
+  run = types.SimpleNamespace(c={'optimizer': {'learning_rate': 0.1}})
+  summary = {'updates': made, 'refused': refused, 'refused_last': last}
+  found = train._failure(run, {f'total/{k}': v for k, v in summary.items()})
+  assert (found is not None) == failed
+
+
+def test_the_last_line_shows_rewards_where_they_are_partial():
+  passed = {'held_out/first': 0.0, 'held_out/last': 0.125}
+  assert train._held_out({}) is None
+  assert train._held_out(passed) == 'Held-out pass rate 0.000 -> 0.125'
+  partial = passed | {'held_out/first_reward': -0.25, 'held_out/last_reward': 0.5}
+  assert (
+    train._held_out(partial)
+    == 'Held-out reward -0.250 -> 0.500, pass rate 0.000 -> 0.125'
+  )
 
 
 def test_help(capsys):

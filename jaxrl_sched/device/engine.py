@@ -24,6 +24,7 @@ from jaxrl_sched.device.sampler import Sampler
 from jaxrl_sched.device.tokenizers import answer_text
 from jaxrl_sched.engine import Span
 from jaxrl_sched.host import packing
+from jaxrl_sched.host.advantages import nothing_to_learn
 from jaxrl_sched.host.grading import GradingPool
 from jaxrl_sched.host.rewards import overlong_penalty
 from jaxrl_sched.types import Completion, Group, Lesson, Request, Sampling
@@ -192,9 +193,10 @@ class DeviceEngine:
     began = time.perf_counter()
     loss, groups, advantages = self._learner.loss, lesson.groups, lesson.advantages
     batches = []
-    # Without an advantage or a penalty the gradient is 0: no update is better than
-    # one of momentum and weight decay alone.
-    if any(np.any(a) for a in advantages) or (groups and loss.kl_coef > 0):
+    why = nothing_to_learn(
+      lesson, overlong_filter=loss.overlong_filter, has_penalty=loss.kl_coef > 0
+    )
+    if why is None:
       keep = lesson.keep
       if loss.overlong_filter:
         keep = [k * ~g.truncated for k, g in zip(keep, groups, strict=True)]
@@ -216,7 +218,9 @@ class DeviceEngine:
         share_prompt=self._share_prompt,
       )
     metrics = {'update/skipped': float(not batches)}
-    if batches:
+    if why is not None:
+      metrics['update/why'] = why
+    else:
       answers = sum(int(np.count_nonzero(k)) for k in keep)
       self.progress(f'learning from {answers} answers')
       metrics |= self._learner.update(batches)

@@ -306,12 +306,16 @@ class Programs:
     return gradient, jax.tree.map(lambda x: _struct(x, self._whole), sums)
 
   def _apply_gradient(self, state, gradient, sums):
-    """One AdamW step, refused as a whole if the gradient is not finite."""
+    """One AdamW step, refused as a whole if the gradient is not finite.
+
+    None either where it is 0 (every token clipped, say): momentum alone learns nothing.
+    """
     norm = optax.tree_utils.tree_norm(gradient)
     changes, optimizer = self._optimizer.update(
       gradient, state['optimizer'], state['parameters']
     )
-    good = jnp.isfinite(norm) & jnp.isfinite(optax.tree_utils.tree_norm(changes))
+    finite = jnp.isfinite(norm) & jnp.isfinite(optax.tree_utils.tree_norm(changes))
+    good = finite & (norm > 0)
     new = dict(
       parameters=optax.apply_updates(state['parameters'], changes), optimizer=optimizer
     )
@@ -330,7 +334,8 @@ class Programs:
       'mismatch/logp_abs_mean': sums['gap'] / fresh,
       'mismatch/logp_abs_max': sums['gap_max'],
       'mismatch/tis_raw_mean': sums['tis_raw'] / tokens,
-      'update/refused': 1.0 - good,
+      'update/refused': 1.0 - finite,
+      'update/skipped': 1.0 * (norm == 0),
     }
     if self._loss.dual_clip is not None:
       metrics['dual_clip_frac'] = sums['dual_clip_frac'] / tokens

@@ -6,8 +6,11 @@ none waits for an absent one beyond a time limit.
 """
 
 from collections.abc import Callable
+import math
+import os
 import pickle
 import re
+import time
 from typing import Any
 
 import jax
@@ -15,9 +18,8 @@ from jax._src import distributed  # the coordination client has no public name
 from jax.experimental import multihost_utils
 import numpy as np
 
-TIMEOUT_S = (
-  1800.0  # a slow host may be a whole rollout behind; an absent one is an error
-)
+# A slow host may be a whole rollout behind; an absent one is an error.
+TIMEOUT_S = 1800.0
 _STATUS = re.compile(
   r'(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED'
   r'|FAILED_PRECONDITION|RESOURCE_EXHAUSTED): '
@@ -37,18 +39,47 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
-def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
+def limit_s(default: float) -> float:
+  """Seconds to wait for another process: what JAXRL_WAIT_S says, else `default`.
+
+  Raises:
+    ValueError: it is no number of seconds.
+  """
+  text = os.environ.get('JAXRL_WAIT_S')
+  if not text:
+    return default
+  try:
+    seconds = float(text)
+  except ValueError:
+    seconds = math.nan
+  if not 1 <= seconds < math.inf:
+    raise ValueError(f'JAXRL_WAIT_S: {text!r}, expected seconds, at least 1')
+  return seconds
+
+
+class Waiting:
+  """Where this process waits for the others, for `together` to tell them."""
+
+  place: str | None = None  # the name of a barrier; None: it is at work
+  since = 0.0  # on the monotonic clock
+
+
+def barrier(name: str, *, timeout_s: float | None = None) -> None:
   """Waits until every process has come to the barrier of this name.
 
   A name may be used again, but two places of a program should not share one: were
   they to get out of step, each would take the other's arrival for its own.
 
   Raises:
-    TimeoutError: naming the processes that did not come within `timeout_s`.
+    TimeoutError: naming the processes that did not come within `timeout_s`; None: as
+      long as JAXRL_WAIT_S says, or TIMEOUT_S.
   """
   if jax.process_count() == 1:
     return
+  if timeout_s is None:
+    timeout_s = limit_s(TIMEOUT_S)
   client = distributed.global_state.client
+  Waiting.place, Waiting.since = name, time.monotonic()
   try:
     client.wait_at_barrier(name, int(timeout_s * 1000))
   except jax.errors.JaxRuntimeError as error:
@@ -60,6 +91,8 @@ def barrier(name: str, *, timeout_s: float = TIMEOUT_S) -> None:
       f'Barrier {name!r}: absent after {timeout_s:g} s: process {who}'
       f' (this is process {jax.process_index()} of {jax.process_count()})'
     ) from error
+  finally:
+    Waiting.place = None
 
 
 def of_runtime(error: BaseException) -> bool:
@@ -87,6 +120,15 @@ class Store:
       if 'ALREADY_EXISTS' not in str(error):
         raise
 
+  def put(self, key: str, text: str) -> None:
+    """In the place of what was there."""
+    client = distributed.global_state.client
+    client.key_value_set(self._prefix + key, text, allow_overwrite=True)
+
+  def all(self) -> dict[str, str]:
+    found = distributed.global_state.client.key_value_dir_get(self._prefix)
+    return {key.removeprefix(self._prefix): text for key, text in found}
+
   def get(self, key: str) -> str | None:
     client = distributed.global_state.client
     try:
@@ -109,7 +151,7 @@ def together(make: Callable[[], Any], *, name: str) -> Any:
 
 
 def agree(
-  make: Callable[[], Any], *, name: str = 'agree', timeout_s: float = TIMEOUT_S
+  make: Callable[[], Any], *, name: str = 'agree', timeout_s: float | None = None
 ) -> Any:
   """The value of `make()` on process 0, given to every process.
 
@@ -117,7 +159,7 @@ def agree(
     make: runs on process 0 only; its value is pickled.
     name: of the decision, such as 'plan 7'. Processes that have come to different
       decisions time out, each naming the other, instead of mixing them up.
-    timeout_s: how long process 0 waits for the others, and they for it.
+    timeout_s: how long process 0 waits for the others, and they for it; see `barrier`.
 
   Raises:
     Exception: on process 0 what `make` raised; elsewhere ValueError if it was one,
@@ -135,7 +177,7 @@ def agree(
 
 
 def gather(
-  make: Callable[[], Any], *, name: str = 'gather', timeout_s: float = TIMEOUT_S
+  make: Callable[[], Any], *, name: str = 'gather', timeout_s: float | None = None
 ) -> list[Any]:
   """The values of `make()` on each process, in process order, given to all.
 

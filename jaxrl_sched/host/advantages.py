@@ -5,6 +5,8 @@ One call sees one group, so groups can never be mixed.
 
 import numpy as np
 
+from jaxrl_sched.types import Lesson
+
 NO_SPREAD = 1e-6  # rewards this close are the same, as a share of the largest of them
 
 
@@ -35,3 +37,33 @@ def group_advantages(
   if divide_by_std:
     centred /= rewards.std() + eps
   return centred.astype(np.float32)
+
+
+def nothing_to_learn(
+  lesson: Lesson, *, overlong_filter: bool, has_penalty: bool
+) -> str | None:
+  """Why an update from this lesson has no gradient, or None where it has one.
+
+  Such an update would be one of momentum and weight decay alone.
+
+  Args:
+    overlong_filter: truncated answers are left out.
+    has_penalty: a KL penalty, whose gradient needs no advantage.
+  """
+  if not lesson.groups:
+    return 'nothing to train on'
+  kept = [
+    (keep > 0) & (group.lengths > 0)
+    for group, keep in zip(lesson.groups, lesson.keep, strict=True)
+  ]
+  if not any(k.any() for k in kept):
+    return 'all answers pruned or empty'
+  if overlong_filter:
+    kept = [k & ~g.truncated for k, g in zip(kept, lesson.groups, strict=True)]
+  if not any(k.any() for k in kept):
+    return 'all answers left truncated'
+  if has_penalty or any(
+    np.any(a[k]) for a, k in zip(lesson.advantages, kept, strict=True)
+  ):
+    return None
+  return 'advantages of all answers left 0'

@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl_sched.control import ledger
 from jaxrl_sched.control.planning import Plan
 from jaxrl_sched.engine import Span
+from jaxrl_sched.host.advantages import nothing_to_learn
 from jaxrl_sched.host.rewards import overlong_penalty
 from jaxrl_sched.sim import relief, work
 from jaxrl_sched.sim.clocks import IDLE, Clocks, Times
@@ -209,9 +210,12 @@ class SimEngine:
 
   def learn(self, lesson: Lesson) -> dict[str, Any]:
     groups, lags = [], {}
-    if self._has_penalty or any(np.any(a) for a in lesson.advantages):
+    why = nothing_to_learn(
+      lesson, overlong_filter=self._overlong_filter, has_penalty=self._has_penalty
+    )
+    is_skipped = why is not None
+    if not is_skipped:
       groups, lags = trained(lesson, self.step, overlong_filter=self._overlong_filter)
-    is_skipped = not groups  # or all was pruned, or truncated
     counts, filled = learning(groups, self._packing)
     learn = 0.0 if is_skipped else float(counts @ self._costs.of(LEARN))
     rounds = self._collected.pop(self.step, [])

@@ -387,6 +387,27 @@ def test_a_gradient_that_is_not_finite_is_refused_whole(table):
   assert_identical(jax.device_get(learner.state), jax.device_get(spared.state))
 
 
+def test_a_gradient_of_zero_moves_nothing(table):
+  """No momentum, decay or step of the schedule: not with advantages of 0, and not where
+  every token is clipped."""
+  good = filled(*table_data())
+  learner = build(table, toys.TABLE)
+  assert learner.update(good)['update/skipped'] == 0.0
+  before = jax.device_get(learner.state)
+  none = np.zeros_like(good[0].advantages)
+  # Of an older policy, that gave these tokens e^-3 of today's chance: far above the clip.
+  clipped = dict(
+    advantages=np.abs(good[0].advantages) + 1,
+    fresh=np.zeros_like(good[0].fresh),
+    logps=np.where(good[0].weights > 0, -30.0, 0).astype('float32'),
+  )
+  for change in (dict(advantages=none), clipped):
+    metrics = learner.update([dataclasses.replace(good[0], **change)])
+    assert metrics['grad_norm'] == 0 == metrics['update/refused']
+    assert metrics['update/skipped'] == 1.0
+    assert_identical(jax.device_get(learner.state), before)
+
+
 @pytest.mark.parametrize('shape', [(1, 1, 1), (2, 2, 2)])
 def test_warm_up_compiles_the_update_and_changes_nothing(table, shape):
   mesh = meshes.make_mesh(**dict(zip(('data', 'fsdp', 'model'), shape, strict=True)))

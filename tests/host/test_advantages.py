@@ -1,11 +1,15 @@
 """Advantages are relative to the group, and exactly 0 where nothing differs."""
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+import toys
 
-from jaxrl_sched.host.advantages import group_advantages
+from jaxrl_sched.host.advantages import group_advantages, nothing_to_learn
+from jaxrl_sched.types import Lesson
 
 spread_rewards = st.lists(
   st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=16
@@ -102,3 +106,54 @@ def test_centred_advantages_are_the_divided_ones_times_the_std(rewards):
   centred = group_advantages(rewards, divide_by_std=False)
   divided = group_advantages(rewards, eps=0.0)
   np.testing.assert_allclose(centred, divided * np.std(rewards), rtol=1e-5, atol=1e-6)
+
+
+RIGHT = [3.0, -1.0]  # advantages of two answers
+
+
+@pytest.mark.parametrize(
+  'advantages, keep, truncated, how, why',
+  [
+    (RIGHT, [1, 1], [0, 0], {}, None),
+    (RIGHT, [1, 0], [0, 1], {'overlong_filter': True}, None),
+    ([0, 0], [1, 1], [0, 0], {}, 'advantages of all answers left 0'),
+    # What has an advantage is truncated, or pruned: momentum would be all that is left.
+    ([0, -1], [1, 1], [0, 1], {'overlong_filter': True}, 'advantages of all'),
+    ([0, -1], [1, 1], [0, 1], {}, None),
+    ([0, -1], [2, 0], [0, 0], {}, 'advantages of all'),
+    (RIGHT, [0, 0], [0, 0], {}, 'all answers pruned'),
+    (RIGHT, [1, 1], [1, 1], {'overlong_filter': True}, 'all answers left truncated'),
+    (RIGHT, [0, 1], [0, 1], {'overlong_filter': True}, 'all answers left truncated'),
+    # A penalty needs no advantage, but tokens.
+    ([0, 0], [1, 1], [0, 0], {'has_penalty': True}, None),
+    ([0, 0], [0, 0], [0, 0], {'has_penalty': True}, 'all answers pruned'),
+  ],
+)
+def test_an_update_without_a_gradient_is_none(advantages, keep, truncated, how, why):
+  request = toys.request(0, [1, 2], size=2)
+  group = toys.graded(request, [1, 0])
+  ends = ['length' if cut else 'stop' for cut in truncated]
+  completions = tuple(
+    dataclasses.replace(c, finish=finish)
+    for c, finish in zip(group.completions, ends, strict=True)
+  )
+  lesson = Lesson(
+    groups=[dataclasses.replace(group, completions=completions)],
+    advantages=[np.array(advantages, np.float32)],
+    keep=[np.array(keep, np.float64)],
+    count=1,
+  )
+  found = nothing_to_learn(
+    lesson, **{'overlong_filter': False, 'has_penalty': False} | how
+  )
+  assert found is None if why is None else found.startswith(why)
+
+
+def test_answers_without_tokens_have_no_gradient():
+  group = toys.graded(toys.request(0, [1]), [1, 0], length=0)
+  lesson = Lesson(
+    groups=[group], advantages=[np.array(RIGHT)], keep=[np.ones(2)], count=1
+  )
+  for has_penalty in (False, True):
+    found = nothing_to_learn(lesson, overlong_filter=False, has_penalty=has_penalty)
+    assert found == 'all answers pruned or empty'

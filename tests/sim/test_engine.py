@@ -436,6 +436,8 @@ def test_nothing_to_learn_from_takes_no_time():
     ({}, 1.0, [0.0, 1.0], True),
     (dict(overlong_filter=True), 1.0, [0.0, 1.0], False),  # and the rest truncated
     (dict(overlong_filter=True), 1.0, [1.0, 1.0], True),
+    (dict(overlong_filter=True), [0.0, 1.0], [1.0, 1.0], False),  # all that teaches
+    (dict(overlong_filter=True), [1.0, 0.0], [1.0, 1.0], True),
   ],
 )
 def test_an_update_is_made_where_there_is_something_to_learn_from(
@@ -448,7 +450,7 @@ def test_an_update_is_made_where_there_is_something_to_learn_from(
   metrics = engine.learn(
     Lesson(
       groups=groups,
-      advantages=[np.full(2, advantage, np.float32)],
+      advantages=[np.zeros(2, np.float32) + advantage],
       keep=[np.array(keep)],
       count=1,
     )
