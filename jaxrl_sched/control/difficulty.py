@@ -6,7 +6,6 @@ draws prompts. Weights are a function of the step and of the recorded release.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-import json
 import math
 import os
 from typing import Any
@@ -15,6 +14,7 @@ import zlib
 import numpy as np
 
 from jaxrl_sched.control.base import check_state
+from jaxrl_sched.host import strict_json
 
 VERSION = 1
 TIERS = ('hard', 'medium', 'easy')
@@ -112,7 +112,7 @@ def _lines(path: str | os.PathLike):
         continue
       where = f'{path}, line {number}'
       try:
-        record = json.loads(line.decode())
+        record = strict_json.loads(line)
       except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(f'{where}: not JSON: {error}') from None
       if not isinstance(record, dict):
