@@ -1,5 +1,6 @@
 """From a config's model to its tokenizer, its shape and the ids that end an answer."""
 
+from collections.abc import Sequence
 import dataclasses
 import pathlib
 import tempfile
@@ -94,13 +95,44 @@ def end_ids(model: Model, tokenizer: Tokenizer, shape: ModelConfig) -> tuple[int
   )
   if len(found) > MAX_STOP_IDS:
     raise ValueError(f'stop ids: {len(found)} of them, at most {MAX_STOP_IDS}: {found}')
-  if max(found, default=0) >= shape.vocab_used:
-    raise ValueError(
-      f'tokenizer: its end token {tokenizer.eos_token!r} has id '
-      f'{tokenizer.eos_token_id}, expected one below {shape.vocab_used}, of which the '
-      'model has embeddings'
-    )
+  for end in found:
+    if not 0 <= end < shape.vocab_used:
+      whose = f'tokenizer: its end token {tokenizer.eos_token!r} has id {end}'
+      if end != tokenizer.eos_token_id:
+        whose = f'generation_config.json: eos_token_id has {end}'
+      raise ValueError(
+        f'{whose}, expected one below {shape.vocab_used}, of which the model has '
+        'embeddings'
+      )
   return found
+
+
+def end_notes(
+  tokenizer: Tokenizer,
+  ends: Sequence[int],
+  turn_end: Sequence[int],
+  stop_strings: Sequence[str],
+) -> list[str]:
+  """What is to be said of how answers end.
+
+  Args:
+    ends: ids that end an answer.
+    turn_end: ids that the chat template puts after an assistant's turn.
+  """
+  ways = 'sampling.max_new_tokens' + ' or a stop string' * bool(stop_strings)
+  if not ends:
+    return [
+      'the model has no end-of-text id, neither in its tokenizer nor in '
+      f'generation_config.json: answers end only at {ways}'
+    ]
+  if not turn_end or any(end in ends for end in turn_end):
+    return []
+  said = tokenizer.convert_ids_to_tokens([turn_end[0], *ends])
+  return [
+    f'the chat template ends an assistant turn by {said[0]!r}, which ends no answer '
+    f'(that does {", ".join(map(repr, said[1:]))}): a model that learned that template '
+    f'writes on to {ways}'
+  ]
 
 
 def fresh_model(model: Model, tokenizer: Tokenizer) -> ModelConfig:

@@ -38,7 +38,7 @@ SECTIONS = {
   'Learning': (
     Panel(
       'Held out',
-      'pass@1 on prompts that are never trained on',
+      'pass@1 on the prompts of evaluate.datasets',
       {'eval/*/pass@1': '*'},
       unit_range=True,
     ),
