@@ -95,15 +95,12 @@ def end_ids(model: Model, tokenizer: Tokenizer, shape: ModelConfig) -> tuple[int
   )
   if len(found) > MAX_STOP_IDS:
     raise ValueError(f'stop ids: {len(found)} of them, at most {MAX_STOP_IDS}: {found}')
-  for end in found:
-    if not 0 <= end < shape.vocab_used:
-      whose = f'tokenizer: its end token {tokenizer.eos_token!r} has id {end}'
-      if end != tokenizer.eos_token_id:
-        whose = f'generation_config.json: eos_token_id has {end}'
-      raise ValueError(
-        f'{whose}, expected one below {shape.vocab_used}, of which the model has '
-        'embeddings'
-      )
+  if max(found, default=0) >= shape.vocab_used:
+    raise ValueError(
+      f'tokenizer: its end token {tokenizer.eos_token!r} has id '
+      f'{tokenizer.eos_token_id}, expected one below {shape.vocab_used}, of which the '
+      'model has embeddings'
+    )
   return found
 
 

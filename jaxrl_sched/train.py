@@ -254,7 +254,10 @@ def notes(run: config.Run) -> list[str]:
       if count
     ]
   found += models.end_notes(
-    run.tokenizer, run.sampling.stop_ids, run.prompts.turn_end, run.sampling.stop_strings
+    run.tokenizer,
+    run.sampling.stop_ids,
+    run.prompts.turn_end,
+    run.sampling.stop_strings,
   )
   lag = run.c['asp']['lag']
   if lag and run.c['sagc'] is not None:

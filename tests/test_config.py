@@ -701,12 +701,17 @@ def test_held_out_prompts_that_are_trained_on_are_refused_unless_allowed(tmp_pat
   assert note in train.notes(prepared(*data, 'evaluate.max_overlap=0.25'))
   lines_in(tmp_path / 'h.jsonl', ['a', 'b'])
   assert train.notes(prepared(*data)) == []
-  refused('config.evaluate.max_overlap: 1.5, expected 0 to 1', 'evaluate.max_overlap=1.5')
+  refused(
+    'config.evaluate.max_overlap: 1.5, expected 0 to 1', 'evaluate.max_overlap=1.5'
+  )
 
 
-def test_a_model_without_an_end_is_said_at_the_start(tmp_path):
+def test_a_model_without_an_end_is_said_at_the_start(folder):
   """Issue 13, 18; and a turn that ends by another token than an answer does."""
-  folder = copy_of_model(tmp_path)
+
+  def changed(name, **changes):
+    raw = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(raw | changes))
 
   def said(*overrides):
     notes = train.notes(prepared(f'model.path={folder}', *overrides))
@@ -723,23 +728,24 @@ def test_a_model_without_an_end_is_said_at_the_start(tmp_path):
     'sampling.max_new_tokens'
   ]
   assert said('prompts.template={prompt}') == []
-  with edit(folder / 'generation_config.json') as settings_:
-    settings_['eos_token_id'] = [2, 4]  # '<|user|>': now it does
+  changed('generation_config.json', eos_token_id=[2, 4])  # '<|user|>': now it does
   assert said() == []
   (folder / 'generation_config.json').write_text('{}')
-  with edit(folder / 'tokenizer_config.json') as settings_:
-    settings_['eos_token'] = None
+  changed('tokenizer_config.json', eos_token=None)
   assert said("sampling.stop_strings=('x',)") == [
     'the model has no end-of-text id, neither in its tokenizer nor in '
     'generation_config.json: answers end only at sampling.max_new_tokens or a stop string'
   ]
 
 
-def test_an_end_id_beyond_the_vocabulary_is_named_where_it_stands(tmp_path):
-  folder = copy_of_model(tmp_path)
-  with edit(folder / 'generation_config.json') as settings_:
-    settings_['eos_token_id'] = [2, 9000]
+def test_a_solution_that_would_end_before_its_end_is_refused(tmp_path):
+  """Issue 13, 1: a warm start would learn to go on after the end of its turn."""
+  file = tmp_path / 'd.jsonl'
+  lines = [dict(prompt=p, answer=1, solution='a') for p in 'abcdefgh']
+  lines[3]['solution'] = '1<|end|>2'
+  file.write_text('\n'.join(map(json.dumps, lines)))
   refused(
-    'generation_config.json: eos_token_id has 9000, expected one below 262',
-    f'model.path={folder}',
+    "prompt 'sums/3': its solution holds '<|end|>', expected text that ends only at",
+    f"prompts.datasets={{'sums': {{'source': '{file}'}}}}",
+    *TEACHER,
   )

@@ -170,7 +170,9 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     raise ValueError(f'{file}: {found}')
   _check_fetched(file)
   try:
-    content = json.loads(file.read_text(encoding='utf-8'), object_pairs_hook=strict_json.once)
+    content = json.loads(
+      file.read_text(encoding='utf-8'), object_pairs_hook=strict_json.once
+    )
   except ValueError as error:
     raise ValueError(f'{file}: not JSON: {error}') from None
   if not isinstance(content, dict):

@@ -40,7 +40,11 @@ class Reaching:
     self._known: dict[str, str | None] = {}  # form -> what it loses
 
   def check(
-    self, messages: Sequence[dict[str, Any]], tools: list | None, options: dict, text: str
+    self,
+    messages: Sequence[dict[str, Any]],
+    tools: list | None,
+    options: dict,
+    text: str,
   ) -> None:
     """Raises ValueError, naming what is lost. `text` is the chat, rendered."""
     marked = _Marked(messages, tools)
@@ -48,7 +52,9 @@ class Reaching:
       self._known[marked.form] = self._lost(marked, options)
     lost = self._known[marked.form] or _missing(messages, text)
     if lost:
-      raise ValueError(f'{lost} does not reach the prompt that the chat template writes')
+      raise ValueError(
+        f'{lost} does not reach the prompt that the chat template writes'
+      )
 
   def _lost(self, marked: '_Marked', options: dict) -> str | None:
     try:

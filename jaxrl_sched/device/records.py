@@ -147,7 +147,9 @@ def _check_messages(messages: Any, wrong: Callable[[str], ValueError]) -> None:
     raise wrong("messages: the last is the assistant's, expected to end before it")
 
 
-def _check_rendering(record: dict[str, Any], wrong: Callable[[str], ValueError]) -> None:
+def _check_rendering(
+  record: dict[str, Any], wrong: Callable[[str], ValueError]
+) -> None:
   """What a chat template is given beside messages. Tools become a list, if they are."""
   tools, options = record.get('tools'), record.get('chat_template_kwargs')
   if isinstance(tools, str) and tools.strip():  # as columns of one type have to

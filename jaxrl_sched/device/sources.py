@@ -74,7 +74,8 @@ class Parquet:
   """A parquet file, held in Arrow's column form.
 
   Records hold what JSON would: decimals are numbers, a float has the digits of its own
-  precision (0.1 of 32 bits is 0.1), and dates and times are texts of ISO 8601.
+  precision (0.1 of 32 bits is 0.1), and dates and times are texts of ISO 8601. A nested
+  field without a value is left out: Arrow has all rows hold the fields of any.
   """
 
   def __init__(self, path: pathlib.Path, name: str | None = None):
@@ -119,7 +120,8 @@ def _as_json(value: Any, kind: Any) -> Any:
   if types.is_dictionary(kind):
     return _as_json(value, kind.value_type)
   if types.is_struct(kind):
-    return {field.name: _as_json(value[field.name], field.type) for field in kind}
+    found = {field.name: _as_json(value[field.name], field.type) for field in kind}
+    return {name: item for name, item in found.items() if item is not None}
   if isinstance(value, list) and not types.is_map(kind):
     return [_as_json(item, kind.value_type) for item in value]
   if types.is_float16(kind) or types.is_float32(kind):

@@ -202,8 +202,7 @@ def _check_options(
     if key not in used:
       known = f'; known: {", ".join(sorted(used)) or "none"}'
       raise ValueError(
-        f'{what}: {key!r} is unknown to the chat template'
-        f'{nearest(key, used) or known}'
+        f'{what}: {key!r} is unknown to the chat template{nearest(key, used) or known}'
       )
 
 

@@ -22,7 +22,7 @@ ASK = '{%- if add_generation_prompt %}{{ "<|assistant|>" }}{%- endif %}'
 QWEN25 = (  # roles it does not know are passed over, ids of calls too
   TOOLS + '{%- for m in messages %}'
   "{%- if m.role in ('system', 'user') or (m.role == 'assistant' and not m.tool_calls) %}"
-  f"{{{{ {SAY.format('m.content')} }}}}"
+  f'{{{{ {SAY.format("m.content")} }}}}'
   "{%- elif m.role == 'assistant' %}{{ '<|assistant|>' + (m.content or '') }}"
   + CALLS
   + "{{ '<|end|>' }}"
@@ -34,7 +34,7 @@ QWEN3 = (  # thoughts of former turns are cut, its options are looked at
   "{%- if m.role == 'assistant' and '</think>' in said %}"
   "{%- set said = said.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
   "{%- if m.role in ('system', 'user', 'assistant') %}"
-  f"{{{{ {SAY.format('said')} }}}}"
+  f'{{{{ {SAY.format("said")} }}}}'
   '{%- endif %}{%- endfor %}' + ASK + '{%- if enable_thinking is defined and '
   'enable_thinking is false %}{{ "<think></think>" }}{%- endif %}'
 )
@@ -115,13 +115,20 @@ def test_a_message_of_a_role_that_the_template_does_not_know(lost, program, role
 
 @pytest.mark.parametrize('program', [QWEN25, QWEN3, LLAMA3, SMOLLM2])
 def test_what_a_template_writes_is_taken(text_of, program):
-  turns = [('system', 'Be brief.'), ('user', ' a \n'), ('assistant', 'b'), ('user', 'a')]
+  turns = [
+    ('system', 'Be brief.'),
+    ('user', ' a \n'),
+    ('assistant', 'b'),
+    ('user', 'a'),
+  ]
   record = dict(messages=[dict(role=role, content=said) for role, said in turns])
   text = text_of(program, record)
   assert text.count('a') - text.count('assistant') * 2 == 2 and 'Be brief.' in text
   shown = [dict(prompt='1+1=', solution='It is 2.')]
   text = text_of(program, dict(prompt='hi'), examples=shown)
-  assert text.endswith('1+1=<|end|><|assistant|>It is 2.<|end|><|user|>hi<|end|><|assistant|>')
+  assert text.endswith(
+    '1+1=<|end|><|assistant|>It is 2.<|end|><|user|>hi<|end|><|assistant|>'
+  )
 
 
 def test_thoughts_that_a_template_cuts(lost, text_of):
@@ -129,11 +136,15 @@ def test_thoughts_that_a_template_cuts(lost, text_of):
   said = '<think>6*7</think>\n42'
   shown = [dict(prompt='6*7?', solution=said)]
   message = lost(QWEN3, dict(prompt='hi'), examples=shown)
-  assert message == f"line 1: messages: the content of the 'assistant' message at 1 {NOT}"
+  assert (
+    message == f"line 1: messages: the content of the 'assistant' message at 1 {NOT}"
+  )
   turns = [('user', 'a'), ('assistant', said), ('user', 'b')]
   record = dict(messages=[dict(role=role, content=text) for role, text in turns])
   message = lost(QWEN3, record, asked())
-  assert message == f"line 2: messages: the content of the 'assistant' message at 1 {NOT}"
+  assert (
+    message == f"line 2: messages: the content of the 'assistant' message at 1 {NOT}"
+  )
   assert said in text_of(QWEN25, record) and said in text_of(
     QWEN25, dict(prompt='hi'), examples=shown
   )
@@ -181,7 +192,9 @@ def test_a_record_may_have_options_for_the_template(text_of, lost):
   )
   message = lost(QWEN3, record | dict(chat_template_kwargs=dict(tokenize=True)))
   assert message == "line 1: chat_template_kwargs: 'tokenize' is not for them to say"
-  message = lost(None, dict(prompt='x') | record | dict(messages=None), template='{prompt}')
+  message = lost(
+    None, dict(prompt='x') | record | dict(messages=None), template='{prompt}'
+  )
   assert message.startswith("line 1: chat_template_kwargs: need the template 'chat'")
 
 
@@ -197,7 +210,9 @@ def test_calls_of_tools_are_rendered_or_refused(text_of, lost):
   assert 'line 1: ' in lost(SMOLLM2, dict(messages=CALLED))
   spoken = [CALLED[0], CALLED[1] | dict(content='I add.'), CALLED[2]]
   message = lost(SMOLLM2, dict(messages=spoken))
-  assert message == f"line 1: messages: 'tool_calls' of the 'assistant' message at 1 {NOT}"
+  assert (
+    message == f"line 1: messages: 'tool_calls' of the 'assistant' message at 1 {NOT}"
+  )
   silent = [dict(role='user', content='a'), dict(role='assistant', content=None)]
   assert "expected texts 'role' and 'content'" in lost(
     QWEN25, dict(messages=[*silent, silent[0]])
@@ -208,9 +223,14 @@ def test_calls_of_tools_are_rendered_or_refused(text_of, lost):
   'key, value',
   [('name', 'Ann'), ('reasoning_content', 'so'), ('weight', 0), ('cached', True)],
 )
-def test_other_keys_of_a_message_reach_the_prompt_or_are_refused(text_of, lost, key, value):
+def test_other_keys_of_a_message_reach_the_prompt_or_are_refused(
+  text_of, lost, key, value
+):
   record = asked(**{key: value})
-  assert lost(QWEN25, record) == f"line 1: messages: {key!r} of the 'user' message at 0 {NOT}"
+  assert (
+    lost(QWEN25, record)
+    == f"line 1: messages: {key!r} of the 'user' message at 0 {NOT}"
+  )
   takes = QWEN25.replace("'system', 'user'", "'system'") + (
     f'{{{{ messages[0].{key} ~ messages[0].content }}}}'
   )

@@ -76,7 +76,11 @@ def test_a_table_of_pass_rates_says_each_thing_once(tmp_path):
     (pyarrow.int64(), 2**62 + 1, 2**62 + 1),
     (pyarrow.date32(), datetime.date(2024, 7, 26), '2024-07-26'),
     (pyarrow.timestamp('s'), datetime.datetime(2024, 7, 26, 9), '2024-07-26T09:00:00'),
-    (pyarrow.list_(pyarrow.decimal128(3, 1)), [decimal.Decimal('0.5'), None], [0.5, None]),
+    (
+      pyarrow.list_(pyarrow.decimal128(3, 1)),
+      [decimal.Decimal('0.5'), None],
+      [0.5, None],
+    ),
     (
       pyarrow.struct([('a', pyarrow.float32())]),
       {'a': 0.3},
@@ -97,7 +101,9 @@ def test_parquet_gives_what_json_would_hold(tmp_path, kind, value, expected):
 
 
 def test_a_decimal_answer_is_graded_exactly(tmp_path):
-  values = [decimal.Decimal(text) for text in ('0.10', '3.00', '0.1000000000000000000001')]
+  values = [
+    decimal.Decimal(text) for text in ('0.10', '3.00', '0.1000000000000000000001')
+  ]
   source = rows_of(tmp_path, answer=pyarrow.array(values, pyarrow.decimal128(30, 22)))
   grade = rewards.resolve('final_number')
   for i, (right, wrong) in enumerate(
@@ -108,6 +114,13 @@ def test_a_decimal_answer_is_graded_exactly(tmp_path):
     given = dict(id='d/0', dataset='d', index=0, tokens=np.zeros(1, np.int32), text='')
     prompt = Prompt(**given, answer=answer, reward='final_number')
     assert (grade(right, prompt), grade(wrong, prompt)) == (1, 0)
+
+
+def test_what_other_rows_hold_is_not_made_up(tmp_path):
+  """Arrow fills in null: a tool would have the parameters of all others."""
+  tools = [[{'name': 'f', 'properties': {key: {'type': 'string'}}}] for key in 'ab']
+  source = rows_of(tmp_path, tools=pyarrow.array(tools))
+  assert [source[i]['tools'] for i in range(2)] == tools
 
 
 def test_columns_of_one_name_are_refused(tmp_path):
