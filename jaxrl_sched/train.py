@@ -248,11 +248,7 @@ def notes(run: config.Run) -> list[str]:
   if run.held_out is not None:
     found += repeats.notes(run.held_out.asked, 'held-out prompts')
     shared = repeats.overlaps(run.prompts.asked, run.held_out.asked)
-    found += [
-      f'held-out prompts {name}: {count} of {total} are also trained on'
-      for name, (count, total) in shared.items()
-      if count
-    ]
+    found += repeats.overlap_notes(shared)
   found += models.end_notes(
     run.tokenizer,
     run.sampling.stop_ids,

@@ -59,6 +59,15 @@ def overlaps(
   }
 
 
+def overlap_notes(found: Mapping[str, tuple[int, int]]) -> list[str]:
+  """A line for each held-out dataset that `overlaps` found prompts of in training."""
+  return [
+    f'held-out prompts {name}: {count} of {total} are also trained on'
+    for name, (count, total) in found.items()
+    if count
+  ]
+
+
 def check_overlaps(found: Mapping[str, tuple[int, int]], most: float) -> None:
   """Refuses a held-out dataset of which more than the share `most` is trained on."""
   for name, (count, total) in found.items():
