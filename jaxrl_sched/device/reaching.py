@@ -26,7 +26,7 @@ def texts(value: Any) -> Iterator[str]:
 class Reaching:
   """Refuses a chat of which something does not reach the prompt.
 
-  A chat of each new form (roles, keys, which contents are empty) is rendered once more
+  A chat of each new form (roles, keys, which contents are empty, options) is rendered once more
   with a marker in place of every text: a short content could stand in the prompt by
   chance. And each content is looked for in the prompt, but for white space at its ends,
   in a place of its own: templates also decide by what a text holds.
@@ -48,9 +48,10 @@ class Reaching:
   ) -> None:
     """Raises ValueError, naming what is lost. `text` is the chat, rendered."""
     marked = _Marked(messages, tools)
-    if marked.form not in self._known:
-      self._known[marked.form] = self._lost(marked, options)
-    lost = self._known[marked.form] or _missing(messages, text)
+    form = f'{marked.form} {options!r}'
+    if form not in self._known:
+      self._known[form] = self._lost(marked, options)
+    lost = self._known[form] or _missing(messages, text)
     if lost:
       raise ValueError(
         f'{lost} does not reach the prompt that the chat template writes'

@@ -198,6 +198,15 @@ def test_a_record_may_have_options_for_the_template(text_of, lost):
   assert message.startswith("line 1: chat_template_kwargs: need the template 'chat'")
 
 
+def test_an_option_that_makes_a_template_drop_a_turn(text_of, lost):
+  program = '{% if not quiet %}{{ messages[0].content }}{% endif %}' + ASK
+  record = asked(content='a')  # which stands in '<|assistant|>'
+  quiet = record | dict(chat_template_kwargs=dict(quiet=True))
+  assert text_of(program, record) == 'a<|assistant|>'
+  message = lost(program, quiet, record)
+  assert message == f"line 2: messages: the content of the 'user' message at 0 {NOT}"
+
+
 def test_calls_of_tools_are_rendered_or_refused(text_of, lost):
   """`content: null` is how a message that calls a tool comes."""
   text = text_of(QWEN25, dict(messages=CALLED, tools=[TOOL]))
