@@ -26,10 +26,10 @@ def texts(value: Any) -> Iterator[str]:
 class Reaching:
   """Refuses a chat of which something does not reach the prompt.
 
-  A chat of each new form (roles, keys, which contents are empty, options) is rendered once more
-  with a marker in place of every text: a short content could stand in the prompt by
-  chance. And each content is looked for in the prompt, but for white space at its ends,
-  in a place of its own: templates also decide by what a text holds.
+  A chat of each new form (roles, keys, which contents are empty, options) is rendered
+  once more with a marker in place of every text: a short content could stand in the
+  prompt by chance. And each content is looked for in the prompt, but for white space at
+  its ends, in a place of its own: templates also decide by what a text holds.
 
   Args:
     render: (messages, tools, options) -> the prompt.
