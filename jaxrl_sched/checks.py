@@ -265,6 +265,8 @@ def _check_choices(c: dict[str, Any], need: Callable) -> None:
   need(0 < e['top_p'] <= 1, 'evaluate.top_p', e['top_p'], 'above 0, at most 1')
   limit = e['max_new_tokens']
   need(limit is None or limit >= 1, 'evaluate.max_new_tokens', limit, 'at least 1')
+  overlap = e['max_overlap']
+  need(0 <= overlap <= 1, 'evaluate.max_overlap', overlap, '0 to 1')
   need(e['temperature'] >= 0, 'evaluate.temperature', e['temperature'], '0 or more')
   if e['temperature'] == 0:
     expected = '1 at temperature 0, where all samples are the same'

@@ -24,7 +24,7 @@ from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.controllers import PruneAnswers, PrunePrompts, make_scheduler
-from jaxrl_sched.device import lora, multihost, weights
+from jaxrl_sched.device import lora, multihost, repeats, weights
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.checkpoint import Checkpoints
@@ -74,6 +74,9 @@ class Evaluate:
   top_p: float = 1.0
   max_new_tokens: int | None = None  # None: that of training
   k: tuple = (1,)
+  # Share of a dataset's prompts that may be trained on, too. It shifts the pass rate by
+  # at most as much: 0.01 is what two decimals show.
+  max_overlap: float = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,6 +288,8 @@ def prepare(c: dict[str, Any]) -> Run:
     # Scores over the short ones only would be another benchmark's.
     changed = {'datasets': evaluate.datasets, 'too_long': 'refuse'}
     held_out = PromptSet(**c['prompts'] | changed, **of_model)
+    found = repeats.overlaps(prompts.asked, held_out.asked)
+    repeats.check_overlaps(found, evaluate.max_overlap)
   hosts = multihost.count() if c['sampler']['mesh'] == 'local' else 1
   scheduler = make_scheduler(c, prompts, sampling, hosts=hosts)
   if c['teacher'] is not None:

@@ -13,7 +13,7 @@ import pathlib
 import sys
 
 from jaxrl_sched import config, evaluation, models, storage
-from jaxrl_sched.device import multihost, together
+from jaxrl_sched.device import multihost, repeats, together
 from jaxrl_sched.terminal import quietly
 from jaxrl_sched.train import overrides, parser, same_config
 
@@ -41,6 +41,8 @@ def _run(arguments, changes: list[tuple[str, str]]) -> int:
   def prepare() -> tuple[config.Run, list]:
     c = config.of_workdir(arguments.config, workdir, changes)
     c['tiers'] = None  # its table need not be there any more
+    if c['evaluate'] is not None:
+      c['evaluate']['max_overlap'] = 1.0  # nothing is trained here: it is said below
     label = None if arguments.hf is None else models.judge_folder(c, arguments.hf)
     run = config.prepare(c)
     if run.evaluate is None:
@@ -57,6 +59,9 @@ def _run(arguments, changes: list[tuple[str, str]]) -> int:
   with contextlib.closing(config.build_engine(run, workdir, read_only=True)) as engine:
     prompts = list(run.held_out.all())
     if multihost.is_first():
+      shared = repeats.overlaps(run.prompts.asked, run.held_out.asked)
+      for note in repeats.overlap_notes(shared):
+        print(note)
       print(f'Evaluating {len(prompts)} prompts x {run.evaluate.samples} ...')
       print(f'{"step":>8}  {"dataset":20}{"prompts":>8}{"n":>4}  pass@k', flush=True)
     for name in names:

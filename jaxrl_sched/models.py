@@ -1,5 +1,6 @@
 """From a config's model to its tokenizer, its shape and the ids that end an answer."""
 
+from collections.abc import Sequence
 import dataclasses
 import pathlib
 import tempfile
@@ -101,6 +102,34 @@ def end_ids(model: Model, tokenizer: Tokenizer, shape: ModelConfig) -> tuple[int
       'model has embeddings'
     )
   return found
+
+
+def end_notes(
+  tokenizer: Tokenizer,
+  ends: Sequence[int],
+  turn_end: Sequence[int],
+  stop_strings: Sequence[str],
+) -> list[str]:
+  """What is to be said of how answers end.
+
+  Args:
+    ends: ids that end an answer.
+    turn_end: ids that the chat template puts after an assistant's turn.
+  """
+  ways = 'sampling.max_new_tokens' + ' or a stop string' * bool(stop_strings)
+  if not ends:
+    return [
+      'the model has no end-of-text id, neither in its tokenizer nor in '
+      f'generation_config.json: answers end only at {ways}'
+    ]
+  if not turn_end or any(end in ends for end in turn_end):
+    return []
+  said = tokenizer.convert_ids_to_tokens([turn_end[0], *ends])
+  return [
+    f'the chat template ends an assistant turn by {said[0]!r}, which ends no answer '
+    f'(that does {", ".join(map(repr, said[1:]))}): a model that learned that template '
+    f'writes on to {ways}'
+  ]
 
 
 def fresh_model(model: Model, tokenizer: Tokenizer) -> ModelConfig:

@@ -36,13 +36,13 @@ BESIDE = Panel(  # with a lag
 
 HELD_OUT = Panel(
   'Held out',
-  'pass@1 on prompts that are never trained on',
+  'pass@1 on the prompts of evaluate.datasets',
   {'eval/*/pass@1': '*'},
   unit_range=True,
 )
 PARTIAL = Panel(  # where rewards are not all 0 or 1
   'Held out',
-  'mean reward, of the maximum, on prompts that are never trained on',
+  'mean reward, of the maximum, on the prompts of evaluate.datasets',
   {'eval/*/reward': '*'},
 )
 

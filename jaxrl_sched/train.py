@@ -12,9 +12,9 @@ import time
 from typing import Any
 import uuid
 
-from jaxrl_sched import config, evaluation, loop, report, settings, storage
+from jaxrl_sched import config, evaluation, loop, models, report, settings, storage
 from jaxrl_sched.console import duration
-from jaxrl_sched.device import multihost, together
+from jaxrl_sched.device import multihost, repeats, together
 from jaxrl_sched.metrics import NoRecorder, Recorder
 from jaxrl_sched.terminal import quietly, tell
 from jaxrl_sched.types import Group
@@ -274,6 +274,17 @@ def notes(run: config.Run) -> list[str]:
     for name, count in run.prompts.dropped.items()
     if count
   ]
+  found += repeats.notes(run.prompts.asked, 'prompts')
+  if run.held_out is not None:
+    found += repeats.notes(run.held_out.asked, 'held-out prompts')
+    shared = repeats.overlaps(run.prompts.asked, run.held_out.asked)
+    found += repeats.overlap_notes(shared)
+  found += models.end_notes(
+    run.tokenizer,
+    run.sampling.stop_ids,
+    run.prompts.turn_end,
+    run.sampling.stop_strings,
+  )
   lag = run.c['asp']['lag']
   if lag and run.c['sagc'] is not None:
     found.append(

@@ -580,9 +580,10 @@ def test_a_dataset_may_be_in_every_second_batch_only():
 
 def test_group_sizes_with_a_lag_are_warned_of():
   """5.1: SAGC aims at synchronous waiting."""
-  (note,) = train.notes(prepared(SIZES, 'asp.lag=1', 'scheduler.max_rounds=None'))
+  found = train.notes(prepared(SIZES, 'asp.lag=1', 'scheduler.max_rounds=None'))
+  (note,) = [note for note in found if 'sagc' in note]
   assert note.startswith('sagc: with asp.lag=1 learning does not wait')
-  assert train.notes(prepared(SIZES)) == []
+  assert not any('sagc' in note for note in train.notes(prepared(SIZES)))
 
 
 def test_a_batch_that_live_tiers_are_too_few_for_is_refused(tmp_path):
@@ -680,3 +681,75 @@ def test_what_preflight_is_told_of_a_model_is_what_its_folder_says():
   larger = said | {'intermediate_size': 2 * said['intermediate_size']}
   with pytest.raises(ValueError, match=r'config.model.hf_config: its d_ff is \d+, but'):
     prepared(f'model.hf_config={larger}')
+
+
+def lines_in(file, prompts, answer=1):
+  file.write_text('\n'.join(json.dumps(dict(prompt=p, answer=answer)) for p in prompts))
+  return f"{{'source': '{file}'}}"
+
+
+def test_held_out_prompts_that_are_trained_on_are_refused_unless_allowed(tmp_path):
+  """Issue 13, 3: one of 4 is a share of 0.25."""
+  sums = lines_in(tmp_path / 'd.jsonl', [f'{i}+1=' for i in range(64)])
+  held = lines_in(tmp_path / 'h.jsonl', ['3+1=', 'a', 'b', 'c'])
+  data = [
+    f"prompts.datasets={{'sums': {sums}}}",
+    f"evaluate.datasets={{'held': {held}}}",
+  ]
+  refused(
+    'config.evaluate.datasets.held: 1 of 4 prompts are also trained on, expected at most '
+    'a share of 0.01',
+    *data,
+  )
+  note = 'held-out prompts held: 1 of 4 are also trained on'
+  assert note in train.notes(prepared(*data, 'evaluate.max_overlap=0.25'))
+  lines_in(tmp_path / 'h.jsonl', ['a', 'b'])
+  assert train.notes(prepared(*data)) == []
+  refused(
+    'config.evaluate.max_overlap: 1.5, expected 0 to 1', 'evaluate.max_overlap=1.5'
+  )
+
+
+def test_a_model_without_an_end_is_said_at_the_start(folder):
+  """Issue 13, 18; and a turn that ends by another token than an answer does."""
+
+  def changed(name, **changes):
+    raw = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(raw | changes))
+
+  def said(*overrides):
+    notes = train.notes(prepared(f'model.path={folder}', *overrides))
+    return [note for note in notes if 'end' in note]
+
+  assert said() == []
+  template = (folder / 'chat_template.jinja').read_text()
+  (folder / 'chat_template.jinja').write_text(
+    template.replace('eos_token', "'<|user|>\\n'")
+  )
+  assert said() == [
+    "the chat template ends an assistant turn by '<|user|>', which ends no answer (that "
+    "does '<|end|>'): a model that learned that template writes on to "
+    'sampling.max_new_tokens'
+  ]
+  assert said('prompts.template={prompt}') == []
+  changed('generation_config.json', eos_token_id=[2, 4])  # '<|user|>': now it does
+  assert said() == []
+  (folder / 'generation_config.json').write_text('{}')
+  changed('tokenizer_config.json', eos_token=None)
+  assert said("sampling.stop_strings=('x',)") == [
+    'the model has no end-of-text id, neither in its tokenizer nor in '
+    'generation_config.json: answers end only at sampling.max_new_tokens or a stop string'
+  ]
+
+
+def test_a_solution_that_would_end_before_its_end_is_refused(tmp_path):
+  """Issue 13, 1: a warm start would learn to go on after the end of its turn."""
+  file = tmp_path / 'd.jsonl'
+  lines = [dict(prompt=p, answer=1, solution='a') for p in 'abcdefgh']
+  lines[3]['solution'] = '1<|end|>2'
+  file.write_text('\n'.join(map(json.dumps, lines)))
+  refused(
+    "prompt 'sums/3': its solution holds '<|end|>', expected text that ends only at",
+    f"prompts.datasets={{'sums': {{'source': '{file}'}}}}",
+    *TEACHER,
+  )

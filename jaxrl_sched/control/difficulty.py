@@ -7,7 +7,6 @@ prompts were released, and easy ones dropped.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-import json
 import math
 import os
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.quotas import RollingQuotas
+from jaxrl_sched.host import strict_json
 
 VERSION = 2
 TIERS = ('hard', 'medium', 'easy')
@@ -114,7 +114,7 @@ def _lines(path: str | os.PathLike):
         continue
       where = f'{path}, line {number}'
       try:
-        record = json.loads(line.decode())
+        record = strict_json.loads(line)
       except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(f'{where}: not JSON: {error}') from None
       if not isinstance(record, dict):

@@ -13,6 +13,7 @@ import huggingface_hub
 from safetensors import SafetensorError, safe_open
 
 from jaxrl_sched import storage
+from jaxrl_sched.host import strict_json
 
 ONE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 _TEXTS = ['*.json', '*.jinja', 'tokenizer*', '*.txt']
@@ -169,20 +170,13 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     raise ValueError(f'{file}: {found}')
   _check_fetched(file)
   try:
-    content = json.loads(file.read_text(encoding='utf-8'), object_pairs_hook=_once)
+    content = json.loads(
+      file.read_text(encoding='utf-8'), object_pairs_hook=strict_json.once
+    )
   except ValueError as error:
     raise ValueError(f'{file}: not JSON: {error}') from None
   if not isinstance(content, dict):
     raise ValueError(f'{file}: {content!r:.60}, expected an object')
-  return content
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  """Of a key given twice, Python would take the last."""
-  content = dict(pairs)
-  if len(content) < len(pairs):
-    keys = [key for key, _ in pairs]
-    raise ValueError(f'{some({k for k in keys if keys.count(k) > 1})} given twice')
   return content
 
 

@@ -18,7 +18,7 @@ import grain
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from jaxrl_sched.device import records
+from jaxrl_sched.device import records, repeats
 from jaxrl_sched.device.records import Dataset
 from jaxrl_sched.device.sources import Source, open_source
 from jaxrl_sched.device.templates import Template
@@ -71,6 +71,9 @@ class PromptSet:
     rewards: the names of the verifiers, for the grading pool to load early.
     unanswered: dataset -> a field that may have been meant by 'answer', which none of
       its records has, though a verifier of the user's own is to grade them.
+    asked: hashes of prompt and of answer, by dataset, [prompts kept, 2] uint64; see
+      `repeats`.
+    turn_end: ids that the chat template puts after an assistant's turn, if it does.
   """
 
   def __init__(
@@ -129,6 +132,8 @@ class PromptSet:
     self.dropped: dict[str, int] = {}
     self.rewards: set[str] = set()
     self.unanswered: dict[str, str] = {}
+    self.asked: dict[str, np.ndarray] = {}
+    self.turn_end: list[int] = []
     self._records: dict[str, tuple[Dataset, _Chosen]] = {}
     self._prompts: dict[str, grain.MapDataset] = {}
     for name, settings in datasets.items():
@@ -144,7 +149,8 @@ class PromptSet:
         date=date,
         special_tokens=special_tokens,
       )
-      kept = self._scan(name, dataset, source, rendering)
+      kept, self.asked[name] = self._scan(name, dataset, source, rendering)
+      self.turn_end = rendering.turn_end()
       self.sizes[name] = len(kept)
       self.weights[name] = float(dataset.weight)
       self.rewards |= {part.verifier for part in dataset.graded_by}
@@ -187,8 +193,12 @@ class PromptSet:
 
   def _scan(
     self, name: str, dataset: Dataset, source: Source, template: Template
-  ) -> np.ndarray:
-    """Checks every record. Returns the positions of those kept, [kept] int64."""
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Checks every record.
+
+    Returns:
+      The positions of those kept, [kept] int64, and what they ask, [kept, 2] uint64.
+    """
     if not len(source):
       raise ValueError(
         f'Dataset {name!r}: 0 prompts read from {dataset.source}, it is empty'
@@ -198,10 +208,10 @@ class PromptSet:
     first_with: dict[str, int] = {}
     own = any(':' in part.verifier for part in dataset.graded_by)
     fields: set[str] | None = set() if own else None
-    kept, shortest = array('q'), math.inf
+    kept, asked, shortest = array('q'), array('Q'), math.inf
     for start in range(0, len(source), _BATCH):
       items = [everything[i] for i in range(start, min(start + _BATCH, len(source)))]
-      texts, keys = [], []
+      texts, keys, answers = [], [], []
       for item in items:
         record = item.read(dataset)
         if shown and records.question(record) in shown:
@@ -219,8 +229,11 @@ class PromptSet:
           fields = None if 'answer' in record else fields | record.keys()
         template.check_record(record, item.where)
         keys.append(record['id'])
+        answers.append(repeats.hash_answer(record))
         texts.append(_render(template, record, item.where))
-      for item, key, ids in zip(items, keys, template.ids(texts), strict=True):
+      for item, key, answer, ids in zip(
+        items, keys, answers, template.ids(texts), strict=True
+      ):
         shortest = min(shortest, len(ids))
         if not len(ids):
           raise ValueError(f'{item.where}: the prompt has no token')
@@ -231,6 +244,7 @@ class PromptSet:
           )
         if len(ids) <= self._max_tokens:
           kept.append(item.position)
+          asked.extend((repeats.hashed(ids.tobytes()), answer))
         elif self._too_long == 'refuse':
           raise ValueError(
             f'{item.where}: prompt {name}/{key} has {len(ids)} tokens, '
@@ -243,7 +257,7 @@ class PromptSet:
       )
     if fields and (near := records.answer_like(fields)) is not None:
       self.unanswered[name] = near
-    return np.array(kept, np.int64)
+    return np.array(kept, np.int64), np.array(asked, np.uint64).reshape(-1, 2)
 
 
 def _prompt(name: str, dataset: Dataset, template: Template, item: _Item) -> Prompt:

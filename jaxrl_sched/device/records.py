@@ -2,7 +2,8 @@
 
 A record has 'prompt' (text) or 'messages' (a chat), 'answer' (what the verifier
 compares with) and, optionally, 'id' and 'solution' (a reference answer's text).
-Whatever else it has goes to `Prompt.meta`.
+A chat template is also given 'tools' (a list of schemas, or the JSON text of one) and
+'chat_template_kwargs' (a dict). Whatever is not one of `OURS` goes to `Prompt.meta`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ import os
 from typing import Any
 
 from jaxrl_sched.device.sources import nearest, open_source
-from jaxrl_sched.host import rewards
+from jaxrl_sched.host import rewards, strict_json
 from jaxrl_sched.types import LARGEST, Reward, tolerance
 
 OURS = ('prompt', 'messages', 'answer', 'id', 'solution')
@@ -190,6 +191,7 @@ def read(
   record = rest | moved
 
   _check_question(record, wrong)
+  _check_rendering(record, wrong)
   if not isinstance(record.get('solution'), str | None):
     raise wrong(f'solution: expected text, found {record["solution"]!r:.40}')
   meta = {k: v for k, v in record.items() if k not in OURS}
@@ -244,28 +246,48 @@ def _check_messages(messages: Any, wrong: Callable[[str], ValueError]) -> None:
   if not isinstance(messages, list) or not messages:
     raise wrong(f'messages: expected a list of messages, found {messages!r:.40}')
   for message in messages:
-    if not isinstance(message, dict) or not all(
-      isinstance(message.get(key), str) for key in ('role', 'content')
-    ):
+    is_message = isinstance(message, dict) and isinstance(message.get('role'), str)
+    # A message that calls tools may say nothing beside.
+    calls = is_message and message['role'] == 'assistant' and message.get('tool_calls')
+    content = message.get('content') if is_message else None
+    if not is_message or not isinstance(content, str | None if calls else str):
       raise wrong(
         f"messages: expected texts 'role' and 'content' in each, found {message!r:.60}"
       )
-  if not any(message['content'].strip() for message in messages):
+  if not any((message.get('content') or '').strip() for message in messages):
     raise wrong(f'messages: expected some text, found {messages!r:.60}')
   if messages[-1]['role'] == 'assistant':
     raise wrong("messages: the last is the assistant's, expected to end before it")
 
 
+def _check_rendering(
+  record: dict[str, Any], wrong: Callable[[str], ValueError]
+) -> None:
+  """What a chat template is given beside messages. Tools become a list, if they are."""
+  tools, options = record.get('tools'), record.get('chat_template_kwargs')
+  if isinstance(tools, str) and tools.strip():  # as columns of one type have to
+    try:
+      tools = record['tools'] = strict_json.loads(tools)
+    except ValueError as error:
+      raise wrong(f'tools: not JSON: {error}') from None
+  good = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+  if tools and not good:
+    raise wrong(f'tools: expected a list of schemas, found {tools!r:.40}')
+  if options is not None and not isinstance(options, dict):
+    raise wrong(f'chat_template_kwargs: expected a dict, found {options!r:.40}')
+
+
 def turns(record: dict[str, Any]) -> list[dict[str, Any]]:
-  """The record's messages; a prompt is the user's one."""
-  given = record.get('messages')
-  return [{'role': 'user', 'content': record['prompt']}] if given is None else given
+  """The record's messages, without keys of None; a prompt is the user's one."""
+  if (given := record.get('messages')) is None:
+    return [{'role': 'user', 'content': record['prompt']}]
+  return [{k: v for k, v in turn.items() if v is not None} for turn in given]
 
 
 def question(record: dict[str, Any]) -> tuple[tuple[str, str], ...]:
   """What a record asks, the same for records that ask the same."""
   return tuple(
-    (turn['role'], ' '.join(turn['content'].split()))
+    (turn['role'], ' '.join((turn.get('content') or '').split()))
     for turn in turns(record)
     if turn['role'] != 'system'
   )
@@ -299,6 +321,9 @@ def _example(record: Any, where: str) -> tuple[dict[str, Any], str]:
   _check_question(record, wrong)
   if any(m['role'] == 'system' for m in record.get('messages') or ()):
     raise wrong('messages: an example has no system message of its own')
+  for key in ('tools', 'chat_template_kwargs'):
+    if record.get(key):
+      raise wrong(f'{key}: an example has none of its own')
   reply = record.get('solution')
   reply = record.get('answer') if reply is None else reply
   if isinstance(reply, int | float) and not isinstance(reply, bool):

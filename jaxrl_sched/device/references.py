@@ -29,7 +29,13 @@ class References:
     if self._tokenizer.eos_token_id is None:
       raise ValueError('teacher: the tokenizer has no end token to end solutions with')
     for prompt in prompts:
-      largest = max(self._tokens(prompt, max_new_tokens))
+      tokens = self._tokens(prompt, max_new_tokens)
+      largest = max(tokens)
+      if self._tokenizer.eos_token_id in tokens[:-1]:
+        raise ValueError(
+          f'prompt {prompt.id!r}: its solution holds {self._tokenizer.eos_token!r}, '
+          'expected text that ends only at its end'
+        )
       if largest >= ids_below:
         raise ValueError(
           f'prompt {prompt.id!r}: its solution has token {largest}, expected ids below '

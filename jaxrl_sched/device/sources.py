@@ -7,10 +7,10 @@ record is a dict; `prompts.py` says which keys it reads.
 
 from array import array
 import dataclasses
+import decimal
 import difflib
 import importlib
 import inspect
-import json
 import os
 import pathlib
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl_sched import storage
+from jaxrl_sched.host import strict_json
 
 
 class Source(Protocol):
@@ -56,7 +57,7 @@ class JsonLines:
     start, size, _ = self._places[index]
     line = os.pread(self._file.fileno(), int(size), int(start))
     try:
-      record = json.loads(line.decode())
+      record = strict_json.loads(line)
     except ValueError as error:  # not JSON, or not UTF-8
       raise ValueError(f'{self.where(index)}: not JSON: {error}') from None
     if not isinstance(record, dict):
@@ -70,7 +71,12 @@ class JsonLines:
 
 
 class Parquet:
-  """A parquet file, held in Arrow's column form."""
+  """A parquet file, held in Arrow's column form.
+
+  Records hold what JSON would: decimals are numbers, a float has the digits of its own
+  precision (0.1 of 32 bits is 0.1), and dates and times are texts of ISO 8601. A nested
+  field without a value is left out: Arrow has all rows hold the fields of any.
+  """
 
   def __init__(self, path: pathlib.Path, name: str | None = None):
     self.path = name or path  # for messages
@@ -86,15 +92,53 @@ class Parquet:
         self._table = file.read().combine_chunks()
     except (pyarrow.ArrowException, OSError) as error:
       raise ValueError(f'{self.path}: not parquet: {_line(error)}') from None
+    names = self._table.column_names
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+      raise ValueError(f'{self.path}: column {twice[0]!r} given twice')
 
   def __len__(self) -> int:
     return self._table.num_rows
 
   def __getitem__(self, index: int) -> dict[str, Any]:
-    return self._table.slice(index, 1).to_pylist()[0]
+    row = self._table.slice(index, 1)
+    try:
+      record = row.to_pylist()[0]
+      return {f.name: _as_json(record[f.name], f.type) for f in row.schema}
+    except (ValueError, ArithmeticError) as error:  # what Python has no value for
+      raise ValueError(f'{self.where(index)}: {_line(error)}') from None
 
   def where(self, index: int) -> str:
     return f'{self.path}, row {index}'
+
+
+def _as_json(value: Any, kind: Any) -> Any:
+  """A value of Arrow's type `kind`, as a record of JSON lines would hold it."""
+  from pyarrow import types
+
+  if value is None:
+    return None
+  if types.is_dictionary(kind):
+    return _as_json(value, kind.value_type)
+  if types.is_struct(kind):
+    found = {field.name: _as_json(value[field.name], field.type) for field in kind}
+    return {name: item for name, item in found.items() if item is not None}
+  if isinstance(value, list) and not types.is_map(kind):
+    return [_as_json(item, kind.value_type) for item in value]
+  if types.is_float16(kind) or types.is_float32(kind):
+    return float(str(kind.to_pandas_dtype()(value)))
+  if types.is_decimal(kind):
+    return _number(value)
+  if types.is_temporal(kind):
+    return value.isoformat() if hasattr(value, 'isoformat') else str(value)
+  return value
+
+
+def _number(value: decimal.Decimal) -> int | float | str:
+  """The same number, exactly; as text where it has more digits than a float."""
+  if value == value.to_integral_value():
+    return int(value)
+  near = float(value)
+  return near if decimal.Decimal(repr(near)) == value else f'{value:f}'
 
 
 class Generated:

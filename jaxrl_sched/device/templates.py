@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_sched.device import records
+from jaxrl_sched.device.reaching import Reaching, texts
 from jaxrl_sched.device.sources import nearest
 
 # Not for a chat template's options: they are said elsewhere, or never.
@@ -54,7 +55,9 @@ class Template:
           "template 'chat': the tokenizer has no chat template, expected a text "
           "containing '{prompt}'"
         )
-      _check_options(self.options, tokenizer)
+      self._known_options: set[frozenset[str]] = set()
+      self._check_options(self.options, 'template_options')
+      self._reaching = Reaching(self._chat_text)
       self._chat = _dated(tokenizer.get_chat_template(), date)
       if special_tokens is None:
         self._refused = _special(tokenizer)
@@ -78,11 +81,18 @@ class Template:
     )
 
   def text(self, record: dict[str, Any]) -> str:
-    """The rendered prompt, examples and all."""
+    """The rendered prompt, examples and all.
+
+    Raises:
+      ValueError: something that the record or an example says is not in it.
+    """
     if self.template != 'chat':
       shown = [f'{self._plain(one)}{reply}\n\n' for one, reply in self.examples]
       return ''.join(shown) + self._plain(record)
     messages = records.turns(record)
+    options = record.get('chat_template_kwargs') or {}
+    self._check_options(options, 'chat_template_kwargs')
+    options = self.options | options
     # A record that opens with a system message of its own keeps it.
     own = int(messages[0]['role'] == 'system')
     before = messages[:own]
@@ -90,17 +100,45 @@ class Template:
       before = [{'role': 'system', 'content': self.system}]
     for one, reply in self.examples:
       before += [*records.turns(one), {'role': 'assistant', 'content': reply}]
+    chat, tools = [*before, *messages[own:]], record.get('tools') or None
+    text = self._chat_text(chat, tools, options)
+    self._reaching.check(chat, tools, options, text)
+    return text
+
+  def _chat_text(
+    self, chat: Sequence[dict], tools: list | None, options: dict, *, asks: bool = True
+  ) -> str:
     return self.tokenizer.apply_chat_template(
-      [*before, *messages[own:]],
+      chat,
+      tools=tools,
       chat_template=self._chat,
-      add_generation_prompt=True,
+      add_generation_prompt=asks,
       tokenize=False,
-      **self.options,
+      **options,
     )
 
+  def turn_end(self) -> list[int]:
+    """Ids that a chat template puts after an assistant's turn; none if it puts none.
+
+    Empty, too, where there is no chat template, or it takes no such turn.
+    """
+    if self.template != 'chat':
+      return []
+    mark = 'q0zq'
+    turns = [('user', 'q'), ('assistant', mark)]
+    chat = [{'role': role, 'content': content} for role, content in turns]
+    try:
+      text = self._chat_text(chat, None, self.options, asks=False)
+    except Exception:  # somebody's program: it may want something else at the end
+      return []
+    _, _, after = text.partition(mark)
+    return self.tokenizer(after.lstrip(), add_special_tokens=False).input_ids
+
   def check_record(self, record: dict[str, Any], where: str) -> None:
-    for message in records.turns(record):
-      self.check_text(message['content'], where)
+    """Refuses special tokens in whatever a chat template is given of the record."""
+    for key in ('prompt', 'messages', 'tools', 'chat_template_kwargs'):
+      for text in texts(record.get(key)):
+        self.check_text(text, where)
 
   def check_text(self, text: str, where: str) -> None:
     """Refuses special tokens in a text that a chat template writes down."""
@@ -110,7 +148,15 @@ class Template:
         "which prompts.special_tokens='allow' permits"
       )
 
+  def _check_options(self, options: dict[str, Any], what: str) -> None:
+    if options and (keys := frozenset(options)) not in self._known_options:
+      _check_options(options, self.tokenizer, what)
+      self._known_options.add(keys)
+
   def _plain(self, record: dict[str, Any]) -> str:
+    for key in ('tools', 'chat_template_kwargs'):
+      if record.get(key):
+        raise ValueError(f"{key}: need the template 'chat', found {self.template!r}")
     if record.get('prompt') is None:
       raise ValueError(f"'messages' need the template 'chat', found {self.template!r}")
     return self.template.replace('{prompt}', record['prompt'])
@@ -137,10 +183,10 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:
   return re.compile('|'.join(map(re.escape, sorted(found)))) if found else None
 
 
-def _check_options(options: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_options(
+  options: dict[str, Any], tokenizer: PreTrainedTokenizerBase, what: str
+) -> None:
   """Refuses options that the chat template never looks at."""
-  if not options:
-    return
   # Transformers' own tag, which plain jinja does not know.
   tag = r'{%[-+]?\s*(end)?generation\s*[-+]?%}'
   text = re.sub(tag, '', tokenizer.get_chat_template())
@@ -152,12 +198,11 @@ def _check_options(options: dict[str, Any], tokenizer: PreTrainedTokenizerBase) 
   used = meta.find_undeclared_variables(program) - reserved
   for key in options:
     if key in reserved:
-      raise ValueError(f'template_options: {key!r} is not for them to say')
+      raise ValueError(f'{what}: {key!r} is not for them to say')
     if key not in used:
       known = f'; known: {", ".join(sorted(used)) or "none"}'
       raise ValueError(
-        f'template_options: {key!r} is unknown to the chat template'
-        f'{nearest(key, used) or known}'
+        f'{what}: {key!r} is unknown to the chat template{nearest(key, used) or known}'
       )
 
 
