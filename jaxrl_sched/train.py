@@ -274,6 +274,13 @@ def notes(run: config.Run) -> list[str]:
     for name, count in run.prompts.dropped.items()
     if count
   ]
+  sets = [run.prompts] if run.held_out is None else [run.prompts, run.held_out]
+  found += [
+    f"{name}: {count} answers cannot be read by 'math', the first at {where}: only the "
+    'same text is right'
+    for of in sets
+    for name, (count, where) in of.unread.items()
+  ]
   found += repeats.notes(run.prompts.asked, 'prompts')
   if run.held_out is not None:
     found += repeats.notes(run.held_out.asked, 'held-out prompts')

@@ -64,6 +64,7 @@ class Prompt:
   # Several rewards, of which the first says whether an answer is right. The two bounds
   # above are then those of their weighted sum, and `reward` is ''.
   rewards: tuple[Reward, ...] = ()
+  reward_options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of 'math'
   meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property

@@ -22,6 +22,7 @@ from jaxrl_sched.device import records, repeats
 from jaxrl_sched.device.records import Dataset
 from jaxrl_sched.device.sources import Source, open_source
 from jaxrl_sched.device.templates import Template
+from jaxrl_sched.host import rewards
 from jaxrl_sched.types import Prompt
 
 _BATCH = 1024  # prompts tokenised together at the start
@@ -73,6 +74,8 @@ class PromptSet:
       its records has, though a verifier of the user's own is to grade them.
     asked: hashes of prompt and of answer, by dataset, [prompts kept, 2] uint64; see
       `repeats`.
+    unread: dataset -> how many answers 'math' cannot read, and where the first is; for
+      these only the same text is right.
     turn_end: ids that the chat template puts after an assistant's turn, if it does.
   """
 
@@ -132,6 +135,7 @@ class PromptSet:
     self.dropped: dict[str, int] = {}
     self.rewards: set[str] = set()
     self.unanswered: dict[str, str] = {}
+    self.unread: dict[str, tuple[int, str]] = {}
     self.asked: dict[str, np.ndarray] = {}
     self.turn_end: list[int] = []
     self._records: dict[str, tuple[Dataset, _Chosen]] = {}
@@ -177,7 +181,7 @@ class PromptSet:
     """The same where all prompts are, in all that a run hangs on."""
     found = hashlib.sha256()
     for p in self.all():
-      said = (p.id, p.graded_by, p.answer, p.solution, p.meta)
+      said = (p.id, p.graded_by, p.answer, p.solution, p.reward_options, p.meta)
       found.update(repr(said).encode())
       found.update(p.tokens.tobytes())
     return found.hexdigest()
@@ -208,6 +212,8 @@ class PromptSet:
     first_with: dict[str, int] = {}
     own = any(':' in part.verifier for part in dataset.graded_by)
     fields: set[str] | None = set() if own else None
+    is_math = any(part.verifier == 'math' for part in dataset.graded_by)
+    unread, first_unread = 0, ''
     kept, asked, shortest = array('q'), array('Q'), math.inf
     for start in range(0, len(source), _BATCH):
       items = [everything[i] for i in range(start, min(start + _BATCH, len(source)))]
@@ -227,6 +233,8 @@ class PromptSet:
           )
         if fields is not None:
           fields = None if 'answer' in record else fields | record.keys()
+        if is_math and not rewards.is_readable(record['answer']):
+          unread, first_unread = unread + 1, first_unread or item.where
         template.check_record(record, item.where)
         keys.append(record['id'])
         answers.append(repeats.hash_answer(record))
@@ -257,6 +265,8 @@ class PromptSet:
       )
     if fields and (near := records.answer_like(fields)) is not None:
       self.unanswered[name] = near
+    if unread:
+      self.unread[name] = unread, first_unread
     return np.array(kept, np.int64), np.array(asked, np.uint64).reshape(-1, 2)
 
 

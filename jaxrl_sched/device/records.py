@@ -15,7 +15,7 @@ import os
 from typing import Any
 
 from jaxrl_sched.device.sources import nearest, open_source
-from jaxrl_sched.host import rewards, strict_json
+from jaxrl_sched.host import maths, rewards, strict_json
 from jaxrl_sched.types import LARGEST, Reward, tolerance
 
 OURS = ('prompt', 'messages', 'answer', 'id', 'solution')
@@ -40,6 +40,7 @@ class Dataset:
   fields: dict[str, str] = dataclasses.field(default_factory=dict)  # ours -> theirs
   system: str | None = None  # None: that of all datasets
   examples: str | list | tuple | None = None  # None: those of all datasets; () for none
+  math: dict[str, Any] | None = None  # unboxed: see `maths.answer_in`
 
   @functools.cached_property
   def graded_by(self) -> tuple[Reward, ...]:
@@ -62,7 +63,11 @@ class Dataset:
       if all(part.max_reward is not None for part in parts):
         high = math.fsum(part.weight * part.max_reward for part in parts)
     return dict(
-      reward=self.reward or '', max_reward=high, min_reward=low, rewards=parts
+      reward=self.reward or '',
+      max_reward=high,
+      min_reward=low,
+      rewards=parts,
+      reward_options=self.math or {},
     )
 
 
@@ -82,6 +87,7 @@ def checked(name: str, settings: dict[str, Any]) -> Dataset:
   kinds['rewards'] = (dict | None, 'a dict')
   kinds['decides'] = (str | None, 'a name')
   kinds['system'] = (str | None, 'text')
+  kinds['math'] = (dict | None, 'a dict')
   kinds['examples'] = (str | list | tuple | None, 'a path or a list of records')
   for key, (kind, expected) in kinds.items():
     if key in settings and not isinstance(value := settings[key], kind):
@@ -104,6 +110,7 @@ def checked(name: str, settings: dict[str, Any]) -> Dataset:
     dataset = dataclasses.replace(
       dataset, reward='reasoning_gym' if gym else 'final_number'
     )
+  _check_math(name, dataset)
   key = 'reward' if dataset.rewards is None else 'rewards'
   try:
     for part in dataset.graded_by:
@@ -111,6 +118,20 @@ def checked(name: str, settings: dict[str, Any]) -> Dataset:
   except ValueError as error:
     raise ValueError(f'Dataset {name!r}, {key}: {error}') from None
   return dataset
+
+
+def _check_math(name: str, dataset: Dataset) -> None:
+  if dataset.math is None:
+    return
+  where = f'Dataset {name!r}, math'
+  if all(part.verifier != 'math' for part in dataset.graded_by):
+    raise ValueError(f"{where}: expected with the reward 'math' only")
+  for key, value in dataset.math.items():
+    if key != 'unboxed':
+      raise ValueError(f'{where}: unknown key {key!r}{nearest(key, ["unboxed"])}')
+    if value not in maths.UNBOXED:
+      known = ', '.join(map(repr, maths.UNBOXED))
+      raise ValueError(f'{where}.unboxed: expected one of {known}, found {value!r}')
 
 
 def _several(given: dict[str, Any], decides: str | None) -> tuple[Reward, ...]:

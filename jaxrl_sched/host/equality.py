@@ -16,6 +16,20 @@ from jaxrl_sched.host.maths import number
 
 _PERCENT = re.compile(r'\s*(?:\\?%|\\text\{\s*(?:percent|\\?%)\s*\}|percent)$')
 _CHOICE = re.compile(r'(?:\\(?:text|mathrm|textbf|mathbf)\{\s*)?(?:\(|^)([A-Z])\)')
+# A label of a choice before what it says: \\textbf{(C) }12.
+_LABEL = re.compile(
+  r'\\(?:text|mathrm|textbf|mathbf)\{\s*\(([A-Z])\)\s*\}[\s~]*(?=\S)|\(([A-Z])\)\s+(?=\S)'
+)
+# Numbers that are no sums or products: dates, times with seconds, versions, addresses.
+_NAMES_OF_DIGITS = re.compile(
+  r'[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]+/[0-9]+/[0-9]+|[0-9]+(?:\.[0-9]+){2,}'
+)
+_HYPHENATED = re.compile(r'[0-9]+(?:-[0-9]+)+')
+_IDENTIFIER = re.compile(r'[A-Za-z][0-9]+')
+# Two letters that are a word, not a product of two unknowns.
+_SHORT_WORDS = set(
+  'no on of so go do to or if is it in at an as up us we be by'.split()
+)
 _BASED = re.compile(r'([0-9]+)_\{?([0-9]+)\}?')
 _DECIMAL = re.compile(r'(?<![0-9.,])(?:[0-9]*\.[0-9]+|[0-9]+\.)(?![0-9.])')
 _DOTS = re.compile(r'\\[a-z]*dots|\.\.\.|…')
@@ -29,13 +43,20 @@ _WORDS = r'(?=.*[A-Za-z]{3})[A-Za-z]+(?:\s[A-Za-z]+)*'
 def equal(gold: str, guess: str) -> bool:
   """Whether two answers, of `answer_in`, say the same.
 
-  Raises:
-    ValueError: the gold one cannot be read.
+  Of a gold one that cannot be read only the same text does: see `is_readable`.
   """
   if re.fullmatch('[A-Z]', gold) and len(labels := _CHOICE.findall(guess)) == 1:
     guess = labels[0] if _CHOICE.match(guess) else guess
   if _same_text(gold, guess):
     return True
+  labels = [_LABEL.match(text) for text in (gold, guess)]
+  if all(labels) and labels[0].groups() != labels[1].groups():
+    return False
+  if any(labels):
+    gold, guess = (_LABEL.sub('', text, count=1) for text in (gold, guess))
+    return equal(gold, guess)
+  if any(map(_is_text, (gold, guess))) or _HYPHENATED.fullmatch(gold):
+    return False
   (gold, unit), (guess, other) = units.split(gold), units.split(guess)
   bare_gold, bare_guess = (_PERCENT.sub('', s) for s in (gold, guess))
   unit, other = unit or bare_gold != gold, other or bare_guess != guess
@@ -50,6 +71,28 @@ def equal(gold: str, guess: str) -> bool:
   return False
 
 
+def is_readable(gold: str) -> bool:
+  """Whether a gold answer, of `answer_in`, is compared by more than its text."""
+  if _is_text(gold) or _HYPHENATED.fullmatch(gold) or re.fullmatch(_WORDS, gold):
+    return True
+  bare = _PERCENT.sub('', units.split(_LABEL.sub('', gold, count=1))[0])
+  bare = _without_approximation(bare)[0]
+  if number(bare) is not None or _BASED.fullmatch(bare):
+    return True
+  kind = _brackets(bare)
+  members = [bare] if kind is None else _members(bare, kind)
+  return all(number(x) is not None or bool(_read(x)) for x in members)
+
+
+def _is_text(text: str) -> bool:
+  """Whether only the same text says the same, since it is no expression."""
+  if _NAMES_OF_DIGITS.fullmatch(text):
+    return True
+  # Nobody calls an unknown o; other pairs of small letters may be a product.
+  is_word = text.casefold() in _SHORT_WORDS
+  return is_word and (text.isupper() or 'o' in text.casefold())
+
+
 def _same_text(gold: str, guess: str) -> bool:
   """The same but for white space and TeX's dress; a word also but for its case."""
   texts = []
@@ -58,7 +101,7 @@ def _same_text(gold: str, guess: str) -> bool:
     text = units.WRAPPED.sub(r'\1', text.replace('\\dfrac', '\\frac'))
     text = re.sub(r'\s+', ' ', text).strip()
     texts.append(re.sub(_NO_SPACE, '', text))
-  if re.fullmatch(f'{_WORDS}|[A-H]', texts[0]):
+  if re.fullmatch(f'{_WORDS}|[A-H]', texts[0]) or _is_text(texts[0]):
     texts = [text.casefold() for text in texts]
   return texts[0] == texts[1]
 
@@ -81,11 +124,79 @@ def _same(gold: str, guess: str) -> bool:
   numbers = number(gold), number(guess)
   if None not in numbers:
     return numbers[0] == numbers[1]
+  if _IDENTIFIER.fullmatch(gold) and guess[:1].isdigit():
+    return False  # math-verify takes A1 for A * 1
+  if _IDENTIFIER.fullmatch(guess) and gold[:1].isdigit():
+    return False
   # math-verify takes the pair (1,2) for the set {1,2}, or for the list 1, 2.
-  if 'pair' in (kinds := {_brackets(gold), _brackets(guess)}) and len(kinds) > 1:
-    if kinds & {'set', 'list'}:
-      return False
+  kinds = _brackets(gold), _brackets(guess)
+  if set(kinds) == {'pair', 'set'}:
+    return False
+  if 'list' in kinds:
+    return _same_lists((gold, kinds[0]), (guess, kinds[1]))
   return _verified(gold, guess)
+
+
+def _same_lists(gold: tuple[str, str | None], guess: tuple[str, str | None]) -> bool:
+  """Of texts and their kinds, of which one is a list: the same members, as often.
+
+  Values of several names are in the order that these are written in, so that x=1, y=2
+  is (1, 2) and neither (2, 1) nor 2, 1.
+  """
+  (gold, gold_kind), (guess, guess_kind) = gold, guess
+  golds, guesses = (_members(gold, gold_kind), _members(guess, guess_kind))
+  names = [_names(golds), _names(guesses)]
+  if sum(map(bool, names)) == 1:  # one says what its values are of
+    named, other = (golds, guesses) if names[0] else (guesses, golds)
+    other_kind = guess_kind if names[0] else gold_kind
+    given = names[0] or names[1]
+    several = len(set(given)) > 1
+    if several:
+      if other_kind != 'pair' or given != sorted(given) or len(named) != len(other):
+        return False
+      values = [member.partition('=')[2].strip() for member in named]
+      return all(_same(a, b) for a, b in zip(values, other, strict=True))
+  elif 'pair' in (gold_kind, guess_kind):
+    return False
+  if None in (gold_kind, guess_kind):
+    single = guess if guess_kind is None else gold
+    # What else stands for several values: 1 or 2, \\pm 2, an interval.
+    if not re.search(r'\\pm|\\mp|\\cup|\\in|\\text|\\|and|or|;|[<>{}]', single):
+      return False
+    return _verified(gold, guess)
+  if len(golds) != len(guesses) or len(golds) > 50:
+    return False
+  left = list(guesses)
+  for member in golds:
+    match = next((other for other in left if _same(member, other)), None)
+    if match is None:
+      return False
+    left.remove(match)
+  return True
+
+
+def _names(members: list[str]) -> list[str]:
+  """What each member gives a value to: x of x=1; none where one gives none."""
+  sides = [member.partition('=') for member in members]
+  named = all(equals and _is_name(name.strip()) for name, equals, _ in sides)
+  return [name.strip() for name, _, _ in sides] if named else []
+
+
+def _members(text: str, kind: str | None) -> list[str]:
+  """The members of a list, a set or a pair; commas within brackets do not part them."""
+  text = re.sub(r'\\(?:left|right)(?![A-Za-z])', '', text).strip()
+  if kind == 'set':
+    text = text[2:-2]
+  elif kind == 'pair':
+    text = text[1:-1]
+  depth, members, start = 0, [], 0
+  for mark in re.finditer(r'\\[{}]|[([{}\])]|,', text):
+    depth += mark[0][-1] in '([{'
+    depth -= mark[0][-1] in ')]}'
+    if depth == 0 and mark[0] == ',':
+      members.append(text[start : mark.start()].strip())
+      start = mark.end()
+  return [*members, text[start:].strip()]
 
 
 def _is_name(text: str) -> bool:
@@ -169,14 +280,19 @@ def _cases_differ(gold: str, guess: str) -> bool:
 
 
 def _brackets(text: str) -> str | None:
-  bare = text.replace('\\left', '').replace('\\right', '').strip()
-  if '\\cup' in bare or ',' not in bare:
+  """'set', 'pair' or 'list' for members with commas between them, else None."""
+  bare = re.sub(r'\\(?:left|right)(?![A-Za-z])', '', text).strip()
+  if '\\cup' in bare or '\\begin' in bare or ',' not in bare:
     return None
+  if number(bare) is not None or re.search(_THOUSANDS, bare):
+    return None
+  if len(_members(bare, None)) > 1:
+    return 'list' if all(_members(bare, None)) else None
   if bare.startswith('\\{') and bare.endswith('\\}'):
     return 'set'
   if bare[0] in '([' and bare[-1] in ')]':
     return 'pair'
-  return None if '=' in bare or '\\' in bare else 'list'
+  return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -230,10 +346,7 @@ def _verified(gold: str, guess: str) -> bool:
 
   golds = _read(gold)
   if not golds:
-    raise ValueError(
-      f"answer {gold!r} for reward 'math': expected an expression that math-verify "
-      'can read'
-    )
+    return False
   # math-verify adds the numbers 3 4, multiplies the letters of words (east is seat),
   # and drops dots, primes and the case of letters.
   if _SIDE_BY_SIDE.search(gold) or _SIDE_BY_SIDE.search(guess):

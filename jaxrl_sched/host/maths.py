@@ -7,6 +7,7 @@ from fractions import Fraction
 import math
 import re
 from typing import Any
+import unicodedata
 
 from jaxrl_sched.host import units
 
@@ -21,9 +22,45 @@ _NUMBER = re.compile(
 )
 
 
+_ROOTS = {'√': '\\sqrt', '∛': '\\sqrt[3]', '∜': '\\sqrt[4]'}
+_ROOT = re.compile(r'([√∛∜])\s*(?:(\{[^{}]*\})|\(([^()]*)\)|([0-9]+|[A-Za-z]))')
+_RAISED = '⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ'
+_LOWERED = '₀₁₂₃₄₅₆₇₈₉₊₋'
+_SHIFTED = re.compile(rf'([{_RAISED}]+)|([{_LOWERED}]+)')
+
+
 def _plain(text: str) -> str:
-  """One way of writing minus signs and thousands."""
-  return text.replace('\u2212', '-').replace('{,}', ',').replace(',\\!', ',')
+  """One way of writing minus signs, thousands, and digits of any script or height."""
+  text = text.replace('\u2212', '-').replace('{,}', ',').replace(',\\!', ',')
+  if text.isascii():
+    return text
+  text = _SHIFTED.sub(_shift, text)
+  text = ''.join(map(_plain_character, text))
+  return _ROOT.sub(_root, text).replace('\u2044', '/')
+
+
+def _shift(found: re.Match) -> str:
+  digits = unicodedata.normalize('NFKC', found[0]).replace('\u2212', '-')
+  return f'^{{{digits}}}' if found[1] else f'_{{{digits}}}'
+
+
+def _plain_character(c: str) -> str:
+  if c.isascii():
+    return c
+  if (digit := unicodedata.decimal(c, None)) is not None:
+    return str(digit)
+  if '\uff01' <= c <= '\uff5e':  # ASCII in full width
+    return unicodedata.normalize('NFKC', c)
+  spelled = unicodedata.normalize('NFKC', c)
+  over, slash, under = spelled.partition('\u2044')
+  if slash and over and under:  # a fraction as one character
+    return rf'\frac{{{over}}}{{{under}}}'
+  return c
+
+
+def _root(found: re.Match) -> str:
+  inner = found[2] or f'{{{found[3] or found[4]}}}'
+  return _ROOTS[found[1]] + inner
 
 
 def _number(token: str) -> Fraction | None:
@@ -101,19 +138,40 @@ _DEGREE = re.compile(
 _TURNED = re.compile(r'(?<![A-Za-z0-9.])([0-9.]+)\^\\circ')
 _TRIGONOMETRIC = re.compile(r'\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])')
 _REPEATING = re.compile(
-  r'(?<![0-9])([0-9]{0,50})\.([0-9]{0,50})\\overline\{?([0-9]{1,50})\}?'
+  r'(?<![0-9])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar)\s*(?:\{([0-9]{1,50})\}|([0-9]))'
 )
+# TeX takes one sign or command for an argument without braces: \\frac\\pi2.
+_ARGUMENT = r'\s*(\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z0-9])'
+_FRAC = re.compile(rf'\\[dt]?frac{_ARGUMENT}{_ARGUMENT}')
 _MIXED = re.compile(r'(-?[0-9]+) ([0-9]+)/([0-9]+)')
 
 
-def answer_in(text: str) -> str:
+UNBOXED = ('whole', 'last_number', 'answer_tag')
+
+
+def tagged(text: str) -> str | None:
+  """What stands in the last <answer>...</answer>, if there is one."""
+  found = re.findall(r'<answer>((?:(?!<answer>).)*?)</answer>', text, re.DOTALL)
+  return found[-1].strip() if found else None
+
+
+def answer_in(text: str, unboxed: str = 'whole') -> str:
   """What is boxed last, in one way of writing it; '' for no answer.
 
-  Without a box it is what follows the last ####, or else the last maths between
-  dollar signs, or else the whole text.
+  Args:
+    unboxed: what is read where there is no box. 'whole': what follows the last ####,
+      or else the last maths between dollar signs, or else the whole text.
+      'last_number': the last number. 'answer_tag': the last <answer>...</answer>.
   """
   inner = last_box(text)
-  if inner is None:
+  if inner is None and unboxed == 'last_number':
+    numbers = _NUMBER.findall(_plain(text))
+    inner = numbers[-1] if numbers else ''
+  elif inner is None and unboxed == 'answer_tag':
+    inner = tagged(text) or ''
+    box = last_box(inner)
+    inner = inner if box is None else box
+  elif inner is None:
     hashes, found = _HASHES.findall(text), _MATHS.findall(text)
     inner = hashes[-1] if hashes else ''.join(found[-1]) if found else text
   if len(inner) > LONGEST:
@@ -132,10 +190,16 @@ def answer_in(text: str) -> str:
   if _TRIGONOMETRIC.search(inner):
     inner = _TURNED.sub(r'(\1\\cdot\\frac{\\pi}{180})', inner)
   inner = _REPEATING.sub(_as_fraction, inner.strip())
+  inner = _FRAC.sub(_braced, inner)
   inner = _MIXED.sub(r'\1\\frac{\2}{\3}', inner) if _MIXED.fullmatch(inner) else inner
   if re.fullmatch(r'\([A-Za-z]\)', inner):  # a choice: (B) is B
     inner = inner[1]
   return _SCIENTIFIC.sub(r'\1\\cdot 10^{\2}', inner).strip()
+
+
+def _braced(found: re.Match) -> str:
+  over, under = (x if x.startswith('{') else f'{{{x}}}' for x in found.groups())
+  return rf'\frac{over}{under}'
 
 
 def is_balanced(text: str) -> bool:
@@ -149,6 +213,7 @@ def is_balanced(text: str) -> bool:
 
 
 def _as_fraction(found: re.Match) -> str:
-  whole, once, again = found.groups()
+  whole, once, braced, digit = found.groups()
+  again = braced or digit
   over = int(whole + once + again) - int(whole + once or 0)
   return rf'\frac{{{over}}}{{{(10 ** len(again) - 1) * 10 ** len(once)}}}'

@@ -46,11 +46,10 @@ def final_number(text: str, prompt: Prompt) -> float:
 def math_answer(text: str, prompt: Prompt) -> float:
   r"""The last boxed expression equals the answer, as mathematics.
 
-  A text without any box is read for what follows its last ####, or its last maths
-  between dollar signs, or taken for the answer as a whole. Decided in turn: the same
-  string; two written-out numbers, exactly; then math-verify, whose verdict 'equal'
-  stands only if the numbers in both are exactly equal. A decimal is the fraction it
-  spells: 0.333 is not 1/3, nor 3.14159 pi.
+  What is read of a text without any box is said by the dataset's math=dict(unboxed=...)
+  (`maths.answer_in`). Decided in turn: the same string; two written-out numbers,
+  exactly; then math-verify, whose verdict 'equal' stands only if the numbers in both are
+  exactly equal. A decimal is the fraction it spells: 0.333 is not 1/3, nor 3.14159 pi.
 
   A unit, a currency or a plural noun after the number is ignored where one side has
   none, and must be the same where both have one (`units.py`). In `x = 3 + 4 = 7` the
@@ -58,10 +57,13 @@ def math_answer(text: str, prompt: Prompt) -> float:
   1.41` is \sqrt{2}, if it is about 1.41; `\approx 7` is 7. Where one side has a
   percent sign, the other may be the number before it or that over 100: 50\% equals
   50 and 0.5. `(C)` and `\text{(C) Paris}` are the choice `C`. Digits without a base
-  equal the same digits in any.
+  equal the same digits in any. A list has the same members as often, in any order; a
+  pair in order; `x=1, y=2` is (1, 2). Dates, versions and words are texts. Of a gold
+  answer that math-verify cannot read only the same text is right.
   """
   check_answer('math', prompt.answer)
-  gold, guess = (maths.answer_in(s) for s in (_as_text(prompt.answer), text))
+  gold = maths.answer_in(_as_text(prompt.answer))
+  guess = maths.answer_in(text, **prompt.reward_options)
   return _scaled(prompt, bool(guess) and equality.equal(gold, guess))
 
 
@@ -86,12 +88,6 @@ def _as_text(answer: Any) -> str:
   return text.strip()
 
 
-def _tagged(text: str) -> str | None:
-  """What stands in the last <answer>...</answer>, if there is one."""
-  found = re.findall(r'<answer>((?:(?!<answer>).)*?)</answer>', text, re.DOTALL)
-  return found[-1].strip() if found else None
-
-
 # --- countdown --------------------------------------------------------------------
 
 _SIGNS = {
@@ -112,7 +108,7 @@ def countdown(text: str, prompt: Prompt) -> float:
   check_meta('countdown', prompt.meta)
   numbers, target = prompt.meta['numbers'], prompt.meta['target']
   lines = [line for line in text.splitlines() if line.strip()]
-  line = _tagged(text) or (lines[-1] if lines else '')
+  line = maths.tagged(text) or (lines[-1] if lines else '')
   box = maths.last_box(line)
   line = line if box is None else box
   for old, new in _SIGNS.items():
@@ -181,7 +177,7 @@ def reasoning_gym(text: str, prompt: Prompt) -> float:
   """
   check_meta('reasoning_gym', prompt.meta)
   name, entry = prompt.meta['reasoning_gym'], prompt.meta['entry']
-  answer = _tagged(text)
+  answer = maths.tagged(text)
   answer = text.strip() if answer is None else answer
   unsafe = name in _GYM_EVAL and not _is_inert(answer)
   unsafe |= name in _GYM_SYMPY and not _is_arithmetic(answer)
@@ -326,6 +322,13 @@ def check_answer(name: str, answer: Any) -> None:
       raise _bad_answer(
         name, answer, f'an expression of 1 to {maths.LONGEST} characters, braces closed'
       )
+
+
+@functools.lru_cache(maxsize=4096)
+def is_readable(answer: Any) -> bool:
+  """Whether 'math' compares with the answer by more than its text."""
+  load('math')
+  return equality.is_readable(maths.answer_in(_as_text(answer)))
 
 
 def _bad_answer(name: str, answer: Any, expected: str) -> ValueError:

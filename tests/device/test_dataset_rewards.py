@@ -187,3 +187,25 @@ def test_a_misspelt_answer_is_said_before_anything_is_loaded(tmp_path, monkeypat
     "warning: d: no record has 'answer'; if 'anwser' is meant, "
     "fields=dict(answer='anwser') says so"
   ]
+
+
+def test_what_math_reads_without_a_box_is_said_by_the_dataset(opened):
+  lines = [dict(prompt='1+1=', answer=2)]
+  data = opened(lines, reward='math', math=dict(unboxed='last_number'))
+  assert data.get('d', 0).reward_options == {'unboxed': 'last_number'}
+  assert data.digest() != opened(lines, reward='math').digest()
+  for settings_, said in (
+    (dict(reward='math', math=dict(unboxd='whole')), "did you mean 'unboxed'"),
+    (dict(reward='math', math=dict(unboxed='box')), "expected one of 'whole', "),
+    (dict(math=dict(unboxed='whole')), "expected with the reward 'math' only"),
+  ):
+    with pytest.raises(ValueError, match=said):
+      opened(lines, **settings_)
+
+
+def test_answers_that_math_cannot_read_are_counted_with_the_first_place(opened):
+  golds = ['12', r'x\equiv 3\pmod 5', '0.333...', 'no solution']
+  lines = [dict(prompt=f'{i}', answer=gold) for i, gold in enumerate(golds)]
+  count, where = opened(lines, reward='math').unread['d']
+  assert count == 2 and where.endswith('d.jsonl, line 2')
+  assert opened(lines, reward='exact').unread == {}
