@@ -24,7 +24,7 @@ from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.controllers import PruneAnswers, PrunePrompts, make_scheduler
-from jaxrl_sched.device import lora, multihost, repeats, weights
+from jaxrl_sched.device import contents, lora, multihost, repeats, weights
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.checkpoint import Checkpoints
@@ -157,7 +157,28 @@ def free(c: dict[str, Any]) -> tuple[str, ...]:
   where += [f'sampler.{name}' for name in ('mesh', 'model', 'chunk', 'prefill_rows')]
   if asp['window'] == 1 and asp['refill']:  # else orders hang on what runs at once
     where += ['sampler.slots', 'asp.engines']
-  return (*steps, *where, 'evaluate', 'checkpoint', 'log', 'grading', 'simulate')
+  return (*steps, *where, *_paths(c), *_ANYWHERE)
+
+
+_ANYWHERE = ('evaluate', 'checkpoint', 'log', 'grading', 'simulate')
+
+
+def _paths(c: dict[str, Any]) -> list[str]:
+  """Keys that say where files are. What they hold is compared by the checkpoint."""
+  found = ['model.path'] if c['model']['path'] is not None else []
+  if c['model']['tokenizer'] not in (None, 'bytes'):
+    found.append('model.tokenizer')
+  if c['tiers'] is not None:
+    found.append('tiers.table')  # its tiers are compared
+  named = {'prompts.examples': c['prompts']['examples']}
+  for name, dataset in c['prompts']['datasets'].items():
+    for key in ('source', 'examples'):
+      named[f'prompts.datasets.{name}.{key}'] = dataset.get(key)
+  return found + [
+    key
+    for key, value in named.items()
+    if isinstance(value, str) and value.endswith(('.jsonl', '.parquet'))
+  ]
 
 
 # --- reading ---------------------------------------------------------------------
@@ -409,6 +430,17 @@ def _tried(run: Run, grader: GradingPool) -> list[str]:
   return trials.try_verifiers(grader, prompts, shown=shown) + notes
 
 
+def _contents(run: Run, parameters, mesh) -> dict[str, Any]:
+  """What a resume reads again from files, whatever their paths."""
+  model = dict(
+    tokenizer=contents.of_tokenizer(run.tokenizer), stop_ids=list(run.sampling.stop_ids)
+  )
+  if run.loss.kl_coef > 0:  # the base of adapters is in the model's description
+    model['reference'] = lora.fingerprint(parameters, mesh)
+  held_out = {} if run.held_out is None else run.held_out.contents
+  return dict(prompts=run.prompts.contents, held_out=held_out, model=model)
+
+
 def _assemble(
   run: Run,
   workdir: pathlib.Path,
@@ -436,6 +468,7 @@ def _assemble(
     workdir / 'checkpoints',
     keep=run.checkpoint.keep,
     model=description,
+    contents=None if read_only else _contents(run, parameters, mesh),
     read_only=read_only,
   )
   samplers = [

@@ -175,30 +175,41 @@ def _is_union(kind: Any) -> bool:
 
 def differences(
   old: dict[str, Any], new: dict[str, Any], free: Sequence[str] = ()
-) -> list[str]:
-  """Keys whose values differ, as 'a.b: old -> new', but for `free` ones and what they
-  hold.
+) -> dict[str, tuple[Any, Any]]:
+  """Keys whose values differ -> both values, but for `free` ones and what they hold.
 
-  None and absence are the same: workdirs are older than keys.
+  A block that is on one side only is one difference. None and absence are the same:
+  workdirs are older than keys.
   """
-  old, new = _flat(json.loads(dumps(old))), _flat(json.loads(dumps(new)))
-  return [
-    f'{key}: {old.get(key, "absent")} -> {new.get(key, "absent")}'
-    for key in sorted(old.keys() | new.keys())
-    if old.get(key) != new.get(key) and not _is_under(key, free)
-  ]
+  return {
+    key: pair
+    for key, pair in _differing(json.loads(dumps(old)), json.loads(dumps(new)))
+    if not _is_under(key, free)
+  }
+
+
+def _differing(
+  old: dict[str, Any], new: dict[str, Any], prefix: str = ''
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+  for key in sorted(old.keys() | new.keys()):
+    one, other = old.get(key), new.get(key)
+    if isinstance(one, dict) and isinstance(other, dict):
+      yield from _differing(one, other, f'{prefix}{key}.')
+    elif one != other:
+      yield f'{prefix}{key}', (one, other)
+
+
+def as_lines(found: dict[str, tuple[Any, Any]]) -> list[str]:
+  """Of `differences`: 'a.b: old -> new'. A block is not spelled out."""
+  shown = {
+    key: ['a block' if isinstance(value, dict) else f'{value}' for value in pair]
+    for key, pair in found.items()
+  }
+  return [f'{key}: {old} -> {new}' for key, (old, new) in shown.items()]
 
 
 def _is_under(key: str, names: Sequence[str]) -> bool:
   return any(key == name or key.startswith(f'{name}.') for name in names)
-
-
-def _flat(c: Any, prefix: str = '') -> dict[str, Any]:
-  if not isinstance(c, dict) or not c:
-    return {prefix[:-1]: c}
-  return {
-    k: v for key, item in c.items() for k, v in _flat(item, f'{prefix}{key}.').items()
-  }
 
 
 def dumps(c: dict[str, Any]) -> str:
@@ -230,21 +241,34 @@ def of_workdir(workdir: pathlib.Path) -> dict[str, Any] | None:
 
 
 def check_workdir(
-  workdir: pathlib.Path, c: dict[str, Any], free: Sequence[str] = ()
+  workdir: pathlib.Path,
+  c: dict[str, Any],
+  free: Sequence[str] = (),
+  given: Sequence[str] = (),
 ) -> None:
   """Refuses a workdir that was made with another config.
 
   Args:
     free: keys that may differ from what made the workdir.
+    given: keys that the user has overridden, which are named first.
   """
   old = of_workdir(workdir)
-  found = [] if old is None else differences(old, c, free)
-  if found:
-    raise ValueError(
-      f'workdir {workdir} belongs to another config; it differs in '
-      f'{"; ".join(found[:5])}{f" and {len(found) - 5} more" * (len(found) > 5)}. '
-      "Take another workdir, or this one's settings"
-    )
+  found = {} if old is None else differences(old, c, free)
+  if not found:
+    return
+
+  def is_given(key: str) -> bool:
+    return _is_under(key, given) or any(_is_under(name, [key]) for name in given)
+
+  told = as_lines(
+    {key: found[key] for key in sorted(found, key=is_given, reverse=True)}
+  )
+  more = f' and {len(told) - 5} more' * (len(told) > 5)
+  raise ValueError(
+    f'workdir {workdir} belongs to another config; it differs in '
+    f'{"; ".join(told[:5])}{more}. Take another workdir, or continue this one by '
+    '--workdir alone'
+  )
 
 
 def write(workdir: pathlib.Path, c: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ def _same_settings(table: pathlib.Path, now: dict[str, Any]) -> None:
       before = json.loads(file.read_text(encoding='utf-8'))
     except ValueError as error:
       raise ValueError(f'{file}: cannot be read: {error}') from None
-    found = settings.differences(before, now)
+    found = settings.as_lines(settings.differences(before, now))
     if found:
       raise ValueError(
         f'{table} was begun with other settings: {"; ".join(found[:5])}. Take these, or '

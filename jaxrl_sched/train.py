@@ -74,7 +74,7 @@ def overrides(rest: list[str]) -> list[tuple[str, str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-  command = parser('train', __doc__, workdir_needed=False)
+  command = parser('train', __doc__, config_needed=False, workdir_needed=False)
   command.add_argument(
     '--print-config', action='store_true', help='every key with its value; then end'
   )
@@ -89,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
 
   if arguments.workdir is None and not arguments.print_config:
     command.error('the following arguments are required: --workdir')
+  if arguments.config is None and arguments.print_config:
+    command.error('the following arguments are required: --config')
 
   def body() -> int:
     if arguments.print_config:
@@ -105,15 +107,15 @@ def _train(arguments, changes: list[tuple[str, str]]) -> tuple[bool, int]:
   workdir = storage.path(arguments.workdir, '--workdir=')
 
   def prepare() -> config.Run:
-    c = config.read(arguments.config, changes)
-    run = config.prepare(c)
-    settings.check_workdir(workdir, c, config.free(c))
-    return run
+    c = config.of_workdir(arguments.config, workdir, changes)
+    given = [key for key, _ in changes]
+    settings.check_workdir(workdir, c, config.free(c), given)
+    return config.prepare(c)
 
   run = multihost.together(prepare, name='preparing')
   same_config(run.c)
   sets = [found for found in (run.prompts, run.held_out) if found is not None]
-  multihost.compare('the prompts', lambda: ' '.join(found.digest() for found in sets))
+  multihost.compare('the prompts', lambda: str([found.contents for found in sets]))
   if not multihost.is_first():
     see_one_workdir(workdir)
     found = _run(run, workdir, None)
@@ -129,7 +131,7 @@ def same_config(c: dict[str, Any]) -> None:
   for i, other in enumerate(multihost.gather(lambda: c, name='config')):
     found = settings.differences(c, other)
     if found:
-      raise ValueError(f'process {i} has other settings than this one: {found[0]}')
+      raise ValueError(f'process {i} has other settings than this one: {[*found][0]}')
 
 
 def see_one_workdir(workdir) -> None:

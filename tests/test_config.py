@@ -168,6 +168,43 @@ def test_a_workdir_of_another_config_is_refused_by_the_differing_keys(tmp_path):
     check()
 
 
+def test_a_refusal_names_what_the_user_gave_and_a_block_once(tmp_path):
+  """Not each default of a block that one side lacks."""
+
+  def check(*overrides):
+    c = config.read(SMOKE, overrides)
+    given = [key for key, _ in overrides]
+    settings.check_workdir(tmp_path, c, config.free(c), given)
+    return c
+
+  settings.write(tmp_path, check(('lengths', '{}'), ('loss.tis_cap', '3.0')))
+  with pytest.raises(ValueError) as error:
+    check(('snooze.factor', '9'))
+  told = str(error.value).partition('it differs in ')[2].partition('. Take another')[0]
+  assert told == (
+    'snooze.factor: 2.0 -> 9.0; lengths: a block -> None; loss.tis_cap: 3.0 -> 2.0'
+  )
+  with pytest.raises(ValueError, match='sagc: None -> a block; '):
+    check(('sagc.tau', '1.5'))
+
+
+def test_paths_of_files_are_free_and_names_of_programs_are_not(tmp_path):
+  def given(source, path, table):
+    c = config.read(SMOKE)
+    c['prompts'] = c['prompts'] | {'datasets': {'a': dict(source=source)}}
+    c['prompts']['examples'] = f'{path}/shots.jsonl'
+    c['model'] = c['model'] | {'path': path}
+    return c | {'tiers': {'table': table}}
+
+  old = given('x/a.jsonl', 'model', 't.jsonl')
+  settings.write(tmp_path, old)
+  moved = given('/y/a.jsonl', '/z/model/', '/z/t.jsonl')
+  settings.check_workdir(tmp_path, moved, config.free(moved))
+  other = given('tasks:Sums', 'model', 't.jsonl')
+  with pytest.raises(ValueError, match='datasets.a.source: x/a.jsonl -> tasks:Sums'):
+    settings.check_workdir(tmp_path, other, config.free(other))
+
+
 def test_a_workdir_is_for_one_run_at_a_time(tmp_path):
   with settings.only_one(tmp_path), pytest.raises(ValueError, match='another run'):
     with settings.only_one(tmp_path):

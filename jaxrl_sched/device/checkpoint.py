@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl_sched import storage
+from jaxrl_sched.device import contents as contents_lib
 from jaxrl_sched.device import manifest, mixed_state, multihost
 
 _STEP = re.compile(r'(\d+)(\.orbax-checkpoint-tmp.*)?')
@@ -50,6 +51,7 @@ class Checkpoints:
     *,
     keep: int = 2,
     model: dict[str, Any] | None = None,
+    contents: dict[str, Any] | None = None,
     read_only: bool = False,
   ):
     """Opens the directory, and removes what a killed run left half written in it.
@@ -60,6 +62,7 @@ class Checkpoints:
         the best as soon as a step has a score.
       model: a JSON-able description; a checkpoint of another model is refused.
         None: not compared.
+      contents: what was read from files; see `contents.check`. None: not compared.
       read_only: touch nothing: a damaged step is then an error.
     """
     if keep < 1:
@@ -69,6 +72,7 @@ class Checkpoints:
     self._directory = epath.Path(os.path.abspath(path) if self._is_local else path)
     self._keep = keep
     self._model = None if model is None else json.loads(json.dumps(model))
+    self._contents = None if contents is None else json.loads(json.dumps(contents))
     self._read_only = read_only
     self._small: dict[str, bytes] = {}  # file name -> content, of the step being saved
     self._manifest: dict[str, Any] = {}  # of the step being saved, less its files
@@ -157,6 +161,7 @@ class Checkpoints:
         'step': step,
         'score': None if score is None else float(score),
         'model': self._model,
+        'contents': self._contents,
         'arrays': _shapes(arrays),
       }
       return True
@@ -302,6 +307,9 @@ class Checkpoints:
         raise ValueError(
           f'Checkpoint {self._path(step)} is of another model: {differing}'
         )
+    if self._contents is not None and about['contents'] is not None:
+      where = str(self._path(step))
+      contents_lib.check(about['contents'], self._contents, where)
     saved = about['arrays']
     if partly:
       saved = {name: shape for name, shape in saved.items() if name in wanted}

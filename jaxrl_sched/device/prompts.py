@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterator
 import dataclasses
 import functools
-import hashlib
 import math
 import os
 from typing import Any
@@ -18,7 +17,7 @@ import grain
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from jaxrl_sched.device import records, repeats
+from jaxrl_sched.device import contents, records, repeats
 from jaxrl_sched.device.records import Dataset
 from jaxrl_sched.device.sources import Source, open_source
 from jaxrl_sched.device.templates import Template
@@ -74,6 +73,7 @@ class PromptSet:
       its records has, though a verifier of the user's own is to grade them.
     asked: hashes of prompt and of answer, by dataset, [prompts kept, 2] uint64; see
       `repeats`.
+    contents: dataset -> digests of all that a run depends on; see `contents`.
     unread: dataset -> how many answers 'math' cannot read, and where the first is; for
       these only the same text is right.
     turn_end: ids that the chat template puts after an assistant's turn, if it does.
@@ -135,6 +135,7 @@ class PromptSet:
     self.dropped: dict[str, int] = {}
     self.rewards: set[str] = set()
     self.unanswered: dict[str, str] = {}
+    self.contents: dict[str, dict[str, Any]] = {}
     self.unread: dict[str, tuple[int, str]] = {}
     self.asked: dict[str, np.ndarray] = {}
     self.turn_end: list[int] = []
@@ -177,15 +178,6 @@ class PromptSet:
       for index in range(size):
         yield self.get(name, index)
 
-  def digest(self) -> str:
-    """The same where all prompts are, in all that a run hangs on."""
-    found = hashlib.sha256()
-    for p in self.all():
-      said = (p.id, p.graded_by, p.answer, p.solution, p.reward_options, p.meta)
-      found.update(repr(said).encode())
-      found.update(p.tokens.tobytes())
-    return found.hexdigest()
-
   def ids(self) -> dict[str, Iterator[str]]:
     """Dataset -> the id of each prompt, by index; nothing is rendered for it."""
     return {name: self._ids(name) for name in self.sizes}
@@ -213,11 +205,12 @@ class PromptSet:
     own = any(':' in part.verifier for part in dataset.graded_by)
     fields: set[str] | None = set() if own else None
     is_math = any(part.verifier == 'math' for part in dataset.graded_by)
-    unread, first_unread = 0, ''
+    unread, first_unread, digest = 0, '', contents.Digest()
+    graded_by = repr((dataset.graded_by, dataset.math))
     kept, asked, shortest = array('q'), array('Q'), math.inf
     for start in range(0, len(source), _BATCH):
       items = [everything[i] for i in range(start, min(start + _BATCH, len(source)))]
-      texts, keys, answers = [], [], []
+      texts, keys, answers, said = [], [], [], []
       for item in items:
         record = item.read(dataset)
         if shown and records.question(record) in shown:
@@ -238,9 +231,12 @@ class PromptSet:
         template.check_record(record, item.where)
         keys.append(record['id'])
         answers.append(repeats.hash_answer(record))
+        own_id = item.record.get(dataset.fields.get('id', 'id')) is not None
+        about = {k: v for k, v in record.items() if own_id or k != 'id'}
+        said.append(repr((graded_by, sorted(about.items()))))
         texts.append(_render(template, record, item.where))
-      for item, key, answer, ids in zip(
-        items, keys, answers, template.ids(texts), strict=True
+      for item, key, answer, about, ids in zip(
+        items, keys, answers, said, template.ids(texts), strict=True
       ):
         shortest = min(shortest, len(ids))
         if not len(ids):
@@ -253,6 +249,7 @@ class PromptSet:
         if len(ids) <= self._max_tokens:
           kept.append(item.position)
           asked.extend((repeats.hashed(ids.tobytes()), answer))
+          digest.add(ids.tobytes() + about.encode(errors='surrogatepass'))
         elif self._too_long == 'refuse':
           raise ValueError(
             f'{item.where}: prompt {name}/{key} has {len(ids)} tokens, '
@@ -265,6 +262,7 @@ class PromptSet:
       )
     if fields and (near := records.answer_like(fields)) is not None:
       self.unanswered[name] = near
+    self.contents[name] = digest.described()
     if unread:
       self.unread[name] = unread, first_unread
     return np.array(kept, np.int64), np.array(asked, np.uint64).reshape(-1, 2)
