@@ -1,8 +1,11 @@
 """Attention on packed rows and on a cache. Scores and softmax in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import splash
 
 
@@ -34,7 +37,35 @@ def packed(q, k, v, segments, answers=None, *, mesh=None, axes=('rows', 'tokens'
   if answers is not None:
     keys = answers[:, None, :]
     mask &= (keys == 0) | (keys == answers[:, :, None])
+  if meshes.is_one_cpu(mesh):
+    return _by_head(q, k, v, mask)
   return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def _by_head(q, k, v, mask):
+  """As `jax.nn.dot_product_attention`, by matrices that follow one another in memory.
+
+  Takes a CPU four fifths of the time. Not for arrays cut by a mesh, of which it makes
+  one axis of rows and heads.
+  """
+  b, t, n, h = q.shape
+  groups = k.shape[2]  # of heads that share a k and v
+  each = n // groups
+
+  def stacked(x):  # [B, T, K, H] -> [B * K, T, H]
+    return x.transpose(0, 2, 1, 3).reshape(b * groups, t, h)
+
+  q = q.reshape(b, t, groups, each, h).transpose(0, 2, 3, 1, 4)
+  q = q.reshape(b * groups, each * t, h)
+  product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  scores = product('bth,bsh->bts', q, stacked(k)) * h**-0.5
+  scores = jnp.where(mask[:, None], scores.reshape(b, n, t, t), -1e30)
+  p = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+  mass = p.sum(axis=-1).reshape(b * groups, each * t, 1)
+  p = p.reshape(b * groups, each * t, t).astype(v.dtype)
+  mixed = (product('bts,bsh->bth', p, stacked(v)) / mass).astype(v.dtype)
+  mixed = mixed.reshape(b, groups, each, t, h).transpose(0, 3, 1, 2, 4)
+  return mixed.reshape(b, t, n, h)
 
 
 def write(k_cache, v_cache, k, v, positions):

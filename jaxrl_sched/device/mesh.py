@@ -57,6 +57,11 @@ def make_mesh(
   return Mesh(np.asarray(chosen).reshape(tuple(sizes.values())), AXES)
 
 
+def is_one_cpu(mesh: Mesh | None) -> bool:
+  """Whether programs are to take the form that is fastest on a single CPU device."""
+  return mesh is not None and mesh.size == 1 and mesh.devices.flat[0].platform == 'cpu'
+
+
 def product(sizes: Mapping[str, int]) -> str:
   """'fsdp=4 * model=2': the axes of these sizes, without those of 1 where others are."""
   told = {name: n for name, n in sizes.items() if n != 1} or sizes

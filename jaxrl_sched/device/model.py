@@ -239,27 +239,39 @@ class Decoder(nnx.Module):
   def rows(self, tokens, segments, positions, *, answers=None, remat=False, mesh=None):
     """Packed rows, all [B, T] int32 -> hidden [B, T, D].
 
-    A token sees its own segment up to itself. Layers are scanned, so that their
-    number does not make compilation longer.
+    A token sees its own segment up to itself.
 
     Args:
       answers: those of a segment that share its prompt and do not see each other.
       mesh: over which rows, and tokens of a row, are spread.
     """
+    is_flat = meshes.is_one_cpu(mesh)
+    if is_flat:
+      positions = positions.reshape(-1)
     cos, sin = rotation(positions, self.config)
     graph, stacked = nnx.split(self.blocks)
 
     def attend(q, k, v):
-      return attention.packed(q, k, v, segments, answers, mesh=mesh), None
+      heads = [x.reshape(*segments.shape, *x.shape[-2:]) for x in (q, k, v)]
+      mixed = attention.packed(*heads, segments, answers, mesh=mesh)
+      return mixed.reshape(q.shape), None
 
     def layer(x, state):
       return nnx.merge(graph, state)(x, cos, sin, attend)
 
     if remat:
-      layer = jax.checkpoint(layer, prevent_cse=False)
+      layer = jax.checkpoint(layer, prevent_cse=is_flat)
     x = self.embedded(tokens)
+    if is_flat:
+      # XLA's products on CPUs have a backward that takes twice as long with two axes of
+      # tokens, and a scan would cut every layer out of the stacks.
+      x = x.reshape(-1, x.shape[-1])
+      for state in _unstacked(stacked, self.config.layers):
+        x, _ = layer(x, state)
+      return self.norm(x).reshape(*tokens.shape, -1)
     if mesh is not None:
       x = _to_rows(x, mesh)
+    # Scanned, so that the number of layers does not make compilation longer.
     x, _ = jax.lax.scan(layer, x, stacked)
     return self.norm(x)
 
@@ -313,6 +325,19 @@ class Decoder(nnx.Module):
 
   def head_weight(self):  # [V, D]
     return self.embed[...] if self.config.tied else self.head[...]
+
+
+def _unstacked(stacked, layers: int) -> list:
+  """One tree a layer. Split at once, since the gradient of that is one concatenation."""
+  parts = jax.tree.map(lambda w: jax.lax.split(w, (1,) * layers), stacked)
+  return [
+    jax.tree.map(
+      lambda w, i=i: w[i].reshape(w[i].shape[1:]),
+      parts,
+      is_leaf=lambda x: isinstance(x, list | tuple),
+    )
+    for i in range(layers)
+  ]
 
 
 def head_logits(hidden, head, config: ModelConfig):
