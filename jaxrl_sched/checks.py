@@ -251,6 +251,10 @@ def _check_choices(c: dict[str, Any], need: Callable) -> None:
     need(good, 'sampling.stop_strings', text, 'some text')
   grading = c['grading']
   need(grading['workers'] >= 1, 'grading.workers', grading['workers'], 'at least 1')
+  # Importing reasoning_gym takes 0.12 GiB of a worker's data, math-verify 0.09.
+  memory, least = grading['memory_gib'], 0.25
+  expected = f'at least {least}, which imports of verifiers take, or None'
+  need(memory is None or memory >= least, 'grading.memory_gib', memory, expected)
   deadline = grading['deadline_s']
   need(deadline > 0, 'grading.deadline_s', deadline, 'above 0')
   eps = c['advantage']['eps']

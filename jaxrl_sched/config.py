@@ -170,6 +170,7 @@ def _paths(c: dict[str, Any]) -> list[str]:
     found.append('model.tokenizer')
   if c['tiers'] is not None:
     found.append('tiers.table')  # its tiers are compared
+  found.append('prompts.root')
   named = {'prompts.examples': c['prompts']['examples']}
   for name, dataset in c['prompts']['datasets'].items():
     for key in ('source', 'examples'):
@@ -207,7 +208,14 @@ def of_workdir(
 
 
 def _changed(c: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
-  for key, text in overrides:
+  given = [key for key, _ in overrides]
+  for i, (key, text) in enumerate(overrides):
+    if given.count(key) > 1:
+      raise ValueError(f'--config.{key}: given {given.count(key)} times, expected once')
+    if held := [name for name in given[:i] if name.startswith(f'{key}.')]:
+      raise ValueError(
+        f'--config.{key}: expected before --config.{held[0]}, a key of it'
+      )
     settings.override(c, key, text, KEYS)
   return check(c)
 
@@ -234,6 +242,9 @@ def check(c: dict[str, Any]) -> dict[str, Any]:
         continue
     c[name] = settings.keywords(f'config.{name}', c[name], block.names, block.given)
   for block in filter(None, (c['prompts'], c['evaluate'])):
+    for name, dataset in block['datasets'].items():
+      if not isinstance(dataset, dict):
+        raise ValueError(f'dataset {name!r}: {dataset!r}, expected a block of keys')
     # In one order, however they were written: draws are counted along it.
     block['datasets'] = dict(sorted(block['datasets'].items()))
   return c

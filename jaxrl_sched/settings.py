@@ -9,11 +9,14 @@ import contextlib
 import difflib
 import importlib.util
 import inspect
+import io
+import itertools
 import json
 import math
 import pathlib
 import shutil
 import sys
+import tokenize
 import types
 import typing
 from typing import Any
@@ -70,11 +73,7 @@ def _plain(value: Any, at: str = 'config') -> Any:
 
 def override(c: dict[str, Any], key: str, text: str, known: Sequence[str]) -> None:
   """Puts text, read as a Python literal if it is one, at a.b.c; blocks are made."""
-  try:
-    value = {'true': True, 'false': False}.get(text.lower(), None)
-    value = ast.literal_eval(text) if value is None else value
-  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-    value = text
+  value = _literal(key, text)
   *blocks, last = key.split('.')
   node, at = c, 'config'
   for name in blocks:
@@ -87,6 +86,31 @@ def override(c: dict[str, Any], key: str, text: str, known: Sequence[str]) -> No
     if not isinstance(node, dict):
       raise ValueError(f'--config.{key}: {at} is {node!r}, which has no keys')
   node[last] = _plain(value, f'{at}.{last}')
+
+
+_WORDS = {'true': True, 'false': False, 'none': None, 'null': None}
+
+
+def _literal(key: str, text: str) -> Any:
+  if text.strip().lower() in _WORDS:
+    return _WORDS[text.strip().lower()]
+  try:
+    value = ast.literal_eval(text.strip())
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    return text
+  # Python would pass over what follows a hash: a comment, or a part of what was meant.
+  found = list(tokenize.generate_tokens(io.StringIO(text.strip()).readline))
+  if any(token.type == tokenize.COMMENT for token in found):
+    raise ValueError(f'--config.{key}={text}: expected a value without a comment')
+  # It would also join texts side by side, and take the last of keys given twice.
+  for one, other in itertools.pairwise(found):
+    if one.type == other.type == tokenize.STRING:
+      raise ValueError(f'--config.{key}={text}: expected a comma between two texts')
+  for node in ast.walk(ast.parse(text.strip(), mode='eval')):
+    keys = [ast.dump(k) for k in node.keys if k] if isinstance(node, ast.Dict) else []
+    if len(set(keys)) < len(keys):
+      raise ValueError(f'--config.{key}={text}: expected each key once')
+  return value
 
 
 def check_known(key: str, known: Sequence[str], where: str) -> None:
@@ -160,7 +184,26 @@ def typed(where: str, value: Any, kind: Any) -> Any:
     elif not isinstance(plain, type):
       return value
   wanted = ' or '.join(_spoken(option) for option in options)
-  raise ValueError(f'{where}: {value!r}, expected {wanted}')
+  raise ValueError(
+    f'{where}: {value!r}, expected {wanted}{_how(where, value, options)}'
+  )
+
+
+def _how(where: str, value: Any, options: Sequence[Any]) -> str:
+  """How the value is written that was most likely meant, for the end of a message."""
+  kinds = {typing.get_origin(option) or option for option in options}
+  if kinds & {tuple, list} and isinstance(value, str | int | float):
+    parts = (value,)
+    if isinstance(value, str):
+      parts = tuple(part.strip() for part in value.split(',') if part.strip())
+    return f'; write --{where}="{parts}"'
+  if dict in kinds and not isinstance(value, dict):
+    return f'; write --{where}.KEY=VALUE, or --{where}={{}}'
+  if int in kinds and isinstance(value, float) and value.is_integer():
+    return f'; write --{where}={int(value)}'
+  if str in kinds and isinstance(value, int | float):
+    return f'; write --{where}="\'{value}\'"'
+  return ''
 
 
 def _spoken(kind: Any) -> str:

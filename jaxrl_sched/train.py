@@ -66,7 +66,7 @@ def overrides(rest: list[str]) -> list[tuple[str, str]]:
     if not name.startswith('--config.'):
       raise ValueError(f'{name}: unknown argument; see --help')
     if not equals:
-      if not rest:
+      if not rest or rest[0].startswith('--'):
         raise ValueError(f'{name}: expected a value')
       value = rest.pop(0)
     found.append((name.removeprefix('--config.'), value))
@@ -278,8 +278,8 @@ def notes(run: config.Run) -> list[str]:
   ]
   sets = [run.prompts] if run.held_out is None else [run.prompts, run.held_out]
   found += [
-    f"{name}: {count} answers cannot be read by 'math', the first at {where}: only the "
-    'same text is right'
+    f"{name}: at least {count} answers cannot be read by 'math', the first at {where}: "
+    'only the same text is right'
     for of in sets
     for name, (count, where) in of.unread.items()
   ]
@@ -294,6 +294,12 @@ def notes(run: config.Run) -> list[str]:
     run.prompts.turn_end,
     run.sampling.stop_strings,
   )
+  warm_up = run.c['optimizer']['warmup_steps']
+  if warm_up and warm_up >= run.c['steps']:
+    found.append(
+      f'optimizer.warmup_steps: {warm_up} of steps={run.c["steps"]}, so that the '
+      'learning rate never reaches optimizer.learning_rate'
+    )
   lag = run.c['asp']['lag']
   if lag and run.c['sagc'] is not None:
     found.append(

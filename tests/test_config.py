@@ -790,3 +790,80 @@ def test_a_solution_that_would_end_before_its_end_is_refused(tmp_path):
     f"prompts.datasets={{'sums': {{'source': '{file}'}}}}",
     *TEACHER,
   )
+
+
+@pytest.mark.parametrize(
+  'key, text, said',
+  [
+    (
+      'optimizer.learning_rate',
+      '1e-6 # x',
+      '1e-6 # x: expected a value without a comm',
+    ),
+    ('seed', '1 #', 'expected a value without a comment'),
+    (
+      'lora.targets',
+      'q,v',
+      """expected tuple; write --config.lora.targets="('q', 'v')\"""",
+    ),
+    ('lora.targets', 'q,', """write --config.lora.targets="('q',)\""""),
+    ('prompts.system', '42', 'write --config.prompts.system="\'TEXT\'"'),
+    ('loss', "{'kl': 'k1', 'kl': 'k2'}", 'expected each key once'),
+    ('prompts.system', "'a' 'b'", 'expected a comma between two texts'),
+    ('prompts.datasets.sums', 'None', "dataset 'sums': None, expected a block"),
+    ('optimizer.final_fraction', '5', 'final_fraction=5.0; expected'),
+    (
+      'log.wandb',
+      'True',
+      'write --config.log.wandb.KEY=VALUE, or --config.log.wandb={}',
+    ),
+    ('steps', '1e3', 'write --config.steps=1000'),
+    ('steps', '1.5', 'config.steps: 1.5, expected int'),
+    ('optimizer.learning_rate', 'nan', "'nan', expected float"),
+    ('optimizer.learning_rate', '1e999', 'inf, expected a finite number'),
+    ('grading.memory_gib', '0.1', '0.1, expected at least 0.25'),
+    ('loss.clip_low', '1', '1.0 and 0.28, expected 0 to less than 1'),
+    ('loss.clip_low', '1.5', 'expected 0 to less than 1'),
+  ],
+)
+def test_a_refused_override_says_how_to_write_it(key, text, said):
+  with pytest.raises(ValueError) as error:
+    config.prepare(config.read(SMOKE, [(key, text)]))
+  assert said in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize('text', ['none', 'None', 'null', 'NULL', ' None '])
+def test_nothing_has_several_spellings(text):
+  assert config.read(SMOKE, [('evaluate', text)])['evaluate'] is None
+
+
+def test_a_hash_within_quotes_is_text_and_how_a_value_is_written_is_taken():
+  given = [('prompts.system', "'#1'"), ('lora.targets', "('q', 'v')")]
+  c = config.read(SMOKE, given)
+  assert c['prompts']['system'] == '#1' and c['lora']['targets'] == ('q', 'v')
+  assert config.read(SMOKE, [('prompts.system', 'no # 1')])['prompts']['system'] == (
+    'no # 1'
+  )
+
+
+def test_an_override_given_twice_is_refused():
+  with pytest.raises(ValueError, match='--config.seed: given 2 times, expected once'):
+    config.read(SMOKE, [('seed', '1'), ('steps', '2'), ('seed', '1')])
+  with pytest.raises(
+    ValueError, match='--config.sagc: expected before --config.sagc.t'
+  ):
+    config.read(SMOKE, [('sagc.tau', '1.5'), ('sagc', '{}')])
+  assert config.read(SMOKE, [('sagc', '{}'), ('sagc.tau', '1.5')])['sagc']['tau'] == 1.5
+
+
+def test_what_follows_a_key_without_a_value_is_no_value():
+  with pytest.raises(ValueError, match='--config.prompts.system: expected a value'):
+    train.overrides(['--config.prompts.system', '--config.steps=3'])
+  assert train.overrides(['--config.seed', '-3']) == [('seed', '-3')]
+
+
+def test_a_warm_up_longer_than_the_run_is_said():
+  run = config.prepare(config.read(SMOKE, [('optimizer.warmup_steps', '6')]))
+  assert any('warmup_steps: 6 of steps=6' in note for note in train.notes(run))
+  run = config.prepare(config.read(SMOKE, [('optimizer.warmup_steps', '5')]))
+  assert not any('warmup_steps' in note for note in train.notes(run))

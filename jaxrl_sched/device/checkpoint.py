@@ -307,9 +307,11 @@ class Checkpoints:
         raise ValueError(
           f'Checkpoint {self._path(step)} is of another model: {differing}'
         )
-    if self._contents is not None and about['contents'] is not None:
-      where = str(self._path(step))
-      contents_lib.check(about['contents'], self._contents, where)
+    if self._contents is not None:
+      where, before = str(self._path(step)), about.get('contents')
+      if before is None:
+        raise ValueError(f'Checkpoint {where} does not say what data it began with')
+      contents_lib.check(before, self._contents, where)
     saved = about['arrays']
     if partly:
       saved = {name: shape for name, shape in saved.items() if name in wanted}

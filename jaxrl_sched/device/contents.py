@@ -4,10 +4,11 @@ Paths may change, contents may not: a checkpoint holds the digests of what is re
 """
 
 import hashlib
+import json
 from typing import Any
 import warnings
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 class Digest:
@@ -32,10 +33,25 @@ class Digest:
     }
 
 
+def canonical(record: dict[str, Any]) -> bytes:
+  """The same in each process: sets have an order of their own in each."""
+
+  def default(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+      return sorted(map(repr, value))
+    text = repr(value)
+    return type(value).__name__ if ' at 0x' in text else text  # an address says nothing
+
+  return json.dumps(record, sort_keys=True, default=default, skipkeys=True).encode()
+
+
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
   """Prompts have their ids in their own digests; this is of what decodes answers."""
-  words = sorted(tokenizer.get_vocab().items())
-  return hashlib.sha256(repr(words).encode()).hexdigest()
+  if isinstance(tokenizer, PreTrainedTokenizerFast):
+    about = tokenizer.backend_tokenizer.to_str()
+  else:
+    about = repr(sorted(tokenizer.get_vocab().items()))
+  return hashlib.sha256(about.encode()).hexdigest()
 
 
 def check(before: dict[str, Any], now: dict[str, Any], where: str) -> None:

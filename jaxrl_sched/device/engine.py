@@ -223,7 +223,7 @@ class DeviceEngine:
     else:
       answers = sum(int(np.count_nonzero(k)) for k in keep)
       self.progress(f'learning from {answers} answers')
-      metrics |= self._learner.update(batches)
+      metrics |= self._learner.update(batches, step=self.step)
       metrics |= {
         'packing/density': packing.density(batches),
         'packing/rows': sum(int(b.segments.any(axis=1).sum()) for b in batches),

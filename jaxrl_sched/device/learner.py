@@ -187,7 +187,7 @@ class Programs:
     add: gradient and sums so far, then as `gradient`; writes on those so far. What
       training compiles: a first microbatch is added to nothing, since a program of its
       own would make compilation twice as long.
-    apply: state, gradient, sums -> state and metrics; writes on the state.
+    apply: state, gradient, sums, step -> state and metrics; writes on the state.
     weights: of the model without adapters; a tree of shapes with shardings, as are
     state: which has what is trained, and its optimizer's,
     adapters: of these alone, or None.
@@ -213,6 +213,7 @@ class Programs:
     self._loss = loss
     self._optimizer, self._rate = make_optimizer(**optimizer)
     self._whole = meshes.sharding(mesh)
+    self._step = jax.ShapeDtypeStruct((), 'int32', sharding=self._whole)
     self.rows_at = meshes.sharding(mesh, 'rows', 'tokens')
     shapes, axes = model_lib.abstract(dataclasses.replace(config, lora=None))
     self.weights = _placed(shapes, meshes.parameter_shardings(shapes, axes, mesh))
@@ -291,7 +292,7 @@ class Programs:
       gradient=given,
       zero=(),
       add=((gradient, sums), *given),
-      apply=(self.state, gradient, sums),
+      apply=(self.state, gradient, sums, self._step),
     )
 
   def _given(self, kind: type[Batch]):
@@ -305,23 +306,22 @@ class Programs:
     gradient = _placed(gradient, shardings(self.state['parameters']))
     return gradient, jax.tree.map(lambda x: _struct(x, self._whole), sums)
 
-  def _apply_gradient(self, state, gradient, sums):
+  def _apply_gradient(self, state, gradient, sums, step):
     """One AdamW step, refused as a whole if the gradient is not finite.
 
     None either where it is 0 (every token clipped, say): momentum alone learns nothing.
     """
     norm = optax.tree_utils.tree_norm(gradient)
+    rate = self._rate(step)
     changes, optimizer = self._optimizer.update(
       gradient, state['optimizer'], state['parameters']
     )
+    changes = jax.tree.map(lambda change: -rate * change, changes)
     finite = jnp.isfinite(norm) & jnp.isfinite(optax.tree_utils.tree_norm(changes))
     good = finite & (norm > 0)
     new = dict(
       parameters=optax.apply_updates(state['parameters'], changes), optimizer=optimizer
     )
-    # Adam and the schedule count alike; refused steps count in neither.
-    counts = optax.tree_utils.tree_get_all_with_path(state['optimizer'], 'count')
-    rate = self._rate(counts[0][1])
     state = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state)
     tokens, fresh = jnp.maximum(sums['tokens'], 1), jnp.maximum(sums['fresh'], 1)
     metrics = {
@@ -379,6 +379,7 @@ class Learner:
     # The model that `parameters` are of: adapters are merged in them.
     self.config, self.loss = dataclasses.replace(config, lora=None), loss
     self.rows, self.row_tokens = rows, row_tokens
+    self._step = -1  # of the last update
     self.programs = Programs(
       config,
       mesh=mesh,
@@ -420,10 +421,19 @@ class Learner:
       )
     return total
 
-  def update(self, batches: Sequence[Batch]) -> dict[str, jax.Array]:
-    """One step from these microbatches, at least one. Metrics are on their way."""
+  def update(
+    self, batches: Sequence[Batch], *, step: int | None = None
+  ) -> dict[str, jax.Array]:
+    """One step from these microbatches, at least one. Metrics are on their way.
+
+    Args:
+      step: of the run, for the schedule. None: the one after that of the last call.
+    """
+    self._step = self._step + 1 if step is None else step
     gradient, sums = self.gradient(batches)
-    self.state, metrics = self.programs.apply(self.state, gradient, sums)
+    self.state, metrics = self.programs.apply(
+      self.state, gradient, sums, np.int32(self._step)
+    )
     return metrics
 
   def warm_up(self, *, share_prompt: bool = False) -> None:
@@ -437,4 +447,4 @@ class Learner:
     nothing = kind(**{k: np.zeros(x.shape, x.dtype) for k, x in shapes.items()})
     gradient, sums = self.gradient([nothing])
     spoilt = jax.tree.map(lambda g: g + jnp.nan, gradient)
-    self.state, _ = self.programs.apply(self.state, spoilt, sums)
+    self.state, _ = self.programs.apply(self.state, spoilt, sums, np.int32(0))

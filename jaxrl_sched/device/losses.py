@@ -204,9 +204,10 @@ def check_settings(
   """Raises ValueError for settings that no loss can have."""
   if kind not in KINDS:
     raise ValueError(f'loss kind: {kind!r}, expected one of {", ".join(KINDS)}')
-  if not (clip_low >= 0 and clip_high >= 0):
+  if not (0 <= clip_low < 1 and clip_high >= 0):  # ratios are above 0
     raise ValueError(
-      f'clip_low and clip_high: {clip_low} and {clip_high}, expected at least 0'
+      f'clip_low and clip_high: {clip_low} and {clip_high}, expected 0 to less than 1, '
+      'and at least 0'
     )
   if dual_clip is not None and (kind == 'cispo' or not dual_clip > 1):
     raise ValueError(

@@ -1,4 +1,8 @@
-"""AdamW and its schedule, from the config's keyword arguments."""
+"""AdamW and its schedule, from the config's keyword arguments.
+
+The schedule counts steps of the run, Adam's bias correction the updates that were made:
+a run in which some were skipped still ends at the rate that it should.
+"""
 
 import jax
 import optax
@@ -20,9 +24,13 @@ def make_optimizer(
   """AdamW with linear warm-up, then 'constant', 'linear' or 'cosine'.
 
   Args:
-    steps: updates of the whole run, at whose end the learning rate is
+    steps: of the whole run, at whose end the learning rate is
       `final_fraction` of its peak (unless constant).
     weight_decay: on matrices; norms and biases are spared.
+
+  Returns:
+    What gives the direction of an update, to be multiplied by minus the learning rate;
+    and the learning rate of each step.
   """
   rest = max(1, steps - warmup_steps)
   shapes = {
@@ -41,10 +49,10 @@ def make_optimizer(
       f'optimizer: learning_rate={learning_rate}, warmup_steps={warmup_steps}, '
       f'weight_decay={weight_decay}; expected 0 or more'
     )
-  if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps > 0 and final_fraction >= 0):
+  if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps > 0 and 0 <= final_fraction <= 1):
     raise ValueError(
       f'optimizer: b1={b1}, b2={b2}, eps={eps}, final_fraction={final_fraction}; '
-      'expected 0 to below 1, the same, above 0, and 0 or more'
+      'expected 0 to below 1, the same, above 0, and 0 to 1'
     )
   if max_grad_norm is not None and max_grad_norm <= 0:
     raise ValueError(f'optimizer.max_grad_norm: {max_grad_norm}, expected above 0')
@@ -61,9 +69,10 @@ def make_optimizer(
       lambda path, _: not str(path[-1].key).endswith(('scale', '_bias')), parameters
     )
 
-  adamw = optax.adamw(
-    rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decays
-  )
+  parts = [
+    optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+    optax.add_decayed_weights(weight_decay, mask=decays),
+  ]
   if max_grad_norm is not None:
-    adamw = optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
-  return adamw, rate
+    parts.insert(0, optax.clip_by_global_norm(max_grad_norm))
+  return optax.chain(*parts), rate

@@ -21,10 +21,11 @@ from jaxrl_sched.device import contents, records, repeats
 from jaxrl_sched.device.records import Dataset
 from jaxrl_sched.device.sources import Source, open_source
 from jaxrl_sched.device.templates import Template
-from jaxrl_sched.host import rewards
+from jaxrl_sched.host import maths, rewards
 from jaxrl_sched.types import Prompt
 
 _BATCH = 1024  # prompts tokenised together at the start
+_LOOKED = 1000  # answers of a dataset that math-verify reads at the start: seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,8 +206,7 @@ class PromptSet:
     own = any(':' in part.verifier for part in dataset.graded_by)
     fields: set[str] | None = set() if own else None
     is_math = any(part.verifier == 'math' for part in dataset.graded_by)
-    unread, first_unread, digest = 0, '', contents.Digest()
-    graded_by = repr((dataset.graded_by, dataset.math))
+    looked, unread, first_unread, digest = 0, 0, '', contents.Digest()
     kept, asked, shortest = array('q'), array('Q'), math.inf
     for start in range(0, len(source), _BATCH):
       items = [everything[i] for i in range(start, min(start + _BATCH, len(source)))]
@@ -226,14 +226,16 @@ class PromptSet:
           )
         if fields is not None:
           fields = None if 'answer' in record else fields | record.keys()
-        if is_math and not rewards.is_readable(record['answer']):
-          unread, first_unread = unread + 1, first_unread or item.where
+        if is_math and maths.number(record['answer']) is None and looked < _LOOKED:
+          looked += 1
+          if not rewards.is_readable(record['answer']):
+            unread, first_unread = unread + 1, first_unread or item.where
         template.check_record(record, item.where)
         keys.append(record['id'])
         answers.append(repeats.hash_answer(record))
         own_id = item.record.get(dataset.fields.get('id', 'id')) is not None
         about = {k: v for k, v in record.items() if own_id or k != 'id'}
-        said.append(repr((graded_by, sorted(about.items()))))
+        said.append(contents.canonical(about))
         texts.append(_render(template, record, item.where))
       for item, key, answer, about, ids in zip(
         items, keys, answers, said, template.ids(texts), strict=True
@@ -249,7 +251,7 @@ class PromptSet:
         if len(ids) <= self._max_tokens:
           kept.append(item.position)
           asked.extend((repeats.hashed(ids.tobytes()), answer))
-          digest.add(ids.tobytes() + about.encode(errors='surrogatepass'))
+          digest.add(ids.tobytes() + about)
         elif self._too_long == 'refuse':
           raise ValueError(
             f'{item.where}: prompt {name}/{key} has {len(ids)} tokens, '

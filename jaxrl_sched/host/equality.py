@@ -18,13 +18,17 @@ _PERCENT = re.compile(r'\s*(?:\\?%|\\text\{\s*(?:percent|\\?%)\s*\}|percent)$')
 _CHOICE = re.compile(r'(?:\\(?:text|mathrm|textbf|mathbf)\{\s*)?(?:\(|^)([A-Z])\)')
 # A label of a choice before what it says: \\textbf{(C) }12.
 _LABEL = re.compile(
-  r'\\(?:text|mathrm|textbf|mathbf)\{\s*\(([A-Z])\)\s*\}[\s~]*(?=\S)|\(([A-Z])\)\s+(?=\S)'
+  r'\\(?:text|mathrm|textbf|mathbf)\{\s*\(([A-Z])\)\s*\}[\s~]*(?=\S)'
+  r'|\(([A-H])\)\s+(?=[0-9A-Za-z]|\\(?:[dt]?frac|sqrt|text|\$))'
 )
 # Numbers that are no sums or products: dates, times with seconds, versions, addresses.
 _NAMES_OF_DIGITS = re.compile(
   r'[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}|[0-9]+/[0-9]+/[0-9]+|[0-9]+(?:\.[0-9]+){2,}'
+  r'|[0-9]+(?::[0-9]+){2,}'
 )
 _HYPHENATED = re.compile(r'[0-9]+(?:-[0-9]+)+')
+# Capitals, alone or with digits, spell something: NaCl2, H2O, A1.
+_SYMBOLS = re.compile(r'[A-Z]{2,}|[A-Z][A-Za-z]*[0-9][A-Za-z0-9]*')
 _IDENTIFIER = re.compile(r'[A-Za-z][0-9]+')
 # Two letters that are a word, not a product of two unknowns.
 _SHORT_WORDS = set(
@@ -86,8 +90,12 @@ def is_readable(gold: str) -> bool:
 
 def _is_text(text: str) -> bool:
   """Whether only the same text says the same, since it is no expression."""
-  if _NAMES_OF_DIGITS.fullmatch(text):
-    return True
+  return bool(_NAMES_OF_DIGITS.fullmatch(text) or _SYMBOLS.fullmatch(text)) or (
+    _is_short_word(text)
+  )
+
+
+def _is_short_word(text: str) -> bool:
   # Nobody calls an unknown o; other pairs of small letters may be a product.
   is_word = text.casefold() in _SHORT_WORDS
   return is_word and (text.isupper() or 'o' in text.casefold())
@@ -101,7 +109,7 @@ def _same_text(gold: str, guess: str) -> bool:
     text = units.WRAPPED.sub(r'\1', text.replace('\\dfrac', '\\frac'))
     text = re.sub(r'\s+', ' ', text).strip()
     texts.append(re.sub(_NO_SPACE, '', text))
-  if re.fullmatch(f'{_WORDS}|[A-H]', texts[0]) or _is_text(texts[0]):
+  if re.fullmatch(f'{_WORDS}|[A-H]', texts[0]) or _is_short_word(texts[0]):
     texts = [text.casefold() for text in texts]
   return texts[0] == texts[1]
 
@@ -151,6 +159,8 @@ def _same_lists(gold: tuple[str, str | None], guess: tuple[str, str | None]) -> 
     other_kind = guess_kind if names[0] else gold_kind
     given = names[0] or names[1]
     several = len(set(given)) > 1
+    if not several and other_kind == 'pair':
+      return False
     if several:
       if other_kind != 'pair' or given != sorted(given) or len(named) != len(other):
         return False
@@ -164,11 +174,12 @@ def _same_lists(gold: tuple[str, str | None], guess: tuple[str, str | None]) -> 
     if not re.search(r'\\pm|\\mp|\\cup|\\in|\\text|\\|and|or|;|[<>{}]', single):
       return False
     return _verified(gold, guess)
-  if len(golds) != len(guesses) or len(golds) > 50:
+  if len(golds) != len(guesses) or len(golds) > 20:
     return False
   left = list(guesses)
   for member in golds:
-    match = next((other for other in left if _same(member, other)), None)
+    likely = sorted(left, key=lambda other: other != member)  # the same text first
+    match = next((other for other in likely if _same(member, other)), None)
     if match is None:
       return False
     left.remove(match)
@@ -182,18 +193,22 @@ def _names(members: list[str]) -> list[str]:
   return [name.strip() for name, _, _ in sides] if named else []
 
 
+_PARTING = r'(,\s*(?:and|or)\b|[,;]|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)'
+
+
 def _members(text: str, kind: str | None) -> list[str]:
-  """The members of a list, a set or a pair; commas within brackets do not part them."""
+  """The members of a list, a set or a pair, but for what stands within brackets."""
   text = re.sub(r'\\(?:left|right)(?![A-Za-z])', '', text).strip()
   if kind == 'set':
     text = text[2:-2]
   elif kind == 'pair':
     text = text[1:-1]
   depth, members, start = 0, [], 0
-  for mark in re.finditer(r'\\[{}]|[([{}\])]|,', text):
-    depth += mark[0][-1] in '([{'
-    depth -= mark[0][-1] in ')]}'
-    if depth == 0 and mark[0] == ',':
+  for mark in re.finditer(rf'{_PARTING}|\\[{{}}]|[([{{}}\])]', text):
+    if mark[1] is None:
+      depth += mark[0][-1] in '([{'
+      depth -= mark[0][-1] in ')]}'
+    elif depth == 0:
       members.append(text[start : mark.start()].strip())
       start = mark.end()
   return [*members, text[start:].strip()]
@@ -282,7 +297,7 @@ def _cases_differ(gold: str, guess: str) -> bool:
 def _brackets(text: str) -> str | None:
   """'set', 'pair' or 'list' for members with commas between them, else None."""
   bare = re.sub(r'\\(?:left|right)(?![A-Za-z])', '', text).strip()
-  if '\\cup' in bare or '\\begin' in bare or ',' not in bare:
+  if '\\cup' in bare or '\\begin' in bare or not re.search(_PARTING, bare):
     return None
   if number(bare) is not None or re.search(_THOUSANDS, bare):
     return None

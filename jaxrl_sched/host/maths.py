@@ -23,7 +23,11 @@ _NUMBER = re.compile(
 
 
 _ROOTS = {'√': '\\sqrt', '∛': '\\sqrt[3]', '∜': '\\sqrt[4]'}
-_ROOT = re.compile(r'([√∛∜])\s*(?:(\{[^{}]*\})|\(([^()]*)\)|([0-9]+|[A-Za-z]))')
+_INNER = r'(?:[^{}()]|\{[^{}]*\}|\([^()]*\))*'
+_ROOT = re.compile(
+  rf'([√∛∜])\s*(?:(\{{{_INNER}\}})|\(({_INNER})\)'
+  r'|([0-9]+(?:\.[0-9]+)?|\\frac\{[^{}]*\}\{[^{}]*\}|[A-Za-zπ]))'
+)
 _RAISED = '⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ'
 _LOWERED = '₀₁₂₃₄₅₆₇₈₉₊₋'
 _SHIFTED = re.compile(rf'([{_RAISED}]+)|([{_LOWERED}]+)')
@@ -138,7 +142,7 @@ _DEGREE = re.compile(
 _TURNED = re.compile(r'(?<![A-Za-z0-9.])([0-9.]+)\^\\circ')
 _TRIGONOMETRIC = re.compile(r'\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])')
 _REPEATING = re.compile(
-  r'(?<![0-9])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar)\s*(?:\{([0-9]{1,50})\}|([0-9]))'
+  r'(?<![0-9])([0-9]{0,50})\.([0-9]{0,50})\\(?:overline|bar)\s*(?:\{([0-9]{1,50})\}|([0-9])(?![0-9]))'
 )
 # TeX takes one sign or command for an argument without braces: \\frac\\pi2.
 _ARGUMENT = r'\s*(\{[^{}]*\}|\\[A-Za-z]+|[A-Za-z0-9])'

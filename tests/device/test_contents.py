@@ -41,6 +41,13 @@ def test_other_data_is_refused_with_how_it_differs(now, said):
     contents.check(before, of({'d': described(*now), 'e': described(A)}), 'x')
 
 
+def test_a_record_is_the_same_in_each_process():
+  one = {'b': {'x', 'y', 'z'}, 'a': object(), 'c': [1, 0.5, None]}
+  other = {'c': [1, 0.5, None], 'a': object(), 'b': {'z', 'y', 'x'}}
+  assert contents.canonical(one) == contents.canonical(other)
+  assert contents.canonical(one) != contents.canonical(one | {'c': [1, 0.25, None]})
+
+
 def test_another_tokenizer_or_reference_is_refused_by_name():
   before = of({}, tokenizer='1', reference='2')
   contents.check(before, of({}, tokenizer='1', reference='2'), 'x')

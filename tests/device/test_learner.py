@@ -388,8 +388,8 @@ def test_a_gradient_that_is_not_finite_is_refused_whole(table):
 
 
 def test_a_gradient_of_zero_moves_nothing(table):
-  """No momentum, decay or step of the schedule: not with advantages of 0, and not where
-  every token is clipped."""
+  """No momentum or decay: not with advantages of 0, and not where every token is
+  clipped."""
   good = filled(*table_data())
   learner = build(table, toys.TABLE)
   assert learner.update(good)['update/skipped'] == 0.0
@@ -554,14 +554,48 @@ def test_the_learning_rate_warms_up_and_ends_as_said():
   np.testing.assert_allclose(rates(0, 7, 1000, steps=10), 2.0)
 
 
+def test_updates_are_those_of_adamw_and_the_schedule_counts_steps(table):
+  """optax.adamw counts updates: given the rates of the steps in which they are made, it
+  makes the same weights, with its own count of them in the bias correction."""
+  how = dict(learning_rate=0.1, steps=10, schedule='linear', final_fraction=0.0)
+  made = (0, 1, 4, 9)  # what lies between was skipped
+  rates_ = [0.1 * (1 - step / 10) for step in made]
+  learner = build(table, toys.TABLE, optimizer=how | {'weight_decay': 0.1})
+  batches = filled(*table_data())
+  before = jax.device_get(learner.state['parameters'])
+
+  def decays(tree):
+    return jax.tree_util.tree_map_with_path(lambda p, _: p[-1].key != 'scale', tree)
+
+  adamw = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adamw(
+      lambda count: jnp.asarray(rates_)[count],
+      b1=0.9,
+      b2=0.95,
+      weight_decay=0.1,
+      mask=decays,
+    ),
+  )
+  expected, state = before, adamw.init(before)
+  for step, rate in zip(made, rates_, strict=True):
+    gradient, _ = jax.device_get(learner.gradient(batches))
+    changes, state = adamw.update(gradient, state, expected)
+    expected = optax.apply_updates(expected, changes)
+    found = float(learner.update(batches, step=step)['lr'])
+    assert found == pytest.approx(rate, rel=1e-6)
+    assert_close(jax.device_get(learner.state['parameters']), jax.device_get(expected))
+
+
 def test_weight_decay_spares_norms_and_biases():
   config = dataclasses.replace(
     toys.TABLE, vocab_size=8, known_tokens=8, qkv_bias=True, qk_norm=True
   )
   before = jax.tree.map(jnp.ones_like, model.init(config, 0))
-  adamw, _ = make_optimizer(learning_rate=0.01, steps=10, weight_decay=0.1)
+  adamw, rate = make_optimizer(learning_rate=0.01, steps=10, weight_decay=0.1)
   zero = jax.tree.map(jnp.zeros_like, before)
   changes, _ = jax.jit(adamw.update)(zero, adamw.init(before), before)
+  changes = jax.tree.map(lambda change: -rate(0) * change, changes)
   after = jax.device_get(optax.apply_updates(before, changes))
   attn = after['blocks']['attn']
   spared = [
