@@ -202,7 +202,8 @@ def _how(where: str, value: Any, options: Sequence[Any]) -> str:
   if int in kinds and isinstance(value, float) and value.is_integer():
     return f'; write --{where}={int(value)}'
   if str in kinds and isinstance(value, int | float):
-    return f'; write --{where}="\'{value}\'"'
+    text = value if type(value) is int else 'TEXT'
+    return f'; write --{where}="\'{text}\'"'
   return ''
 
 
