@@ -22,6 +22,7 @@ class _Architecture:
 
   model_type: str
   qkv_bias: bool = False
+  may_have_biases: bool = False  # as attention_bias and mlp_bias say
   qk_norm: bool = False
   head_dim: int | None = None  # where the file has none; None: hidden / heads
   kv_heads: int | None = None  # where the file has none; None: as many as heads
@@ -30,7 +31,7 @@ class _Architecture:
 
 
 ARCHITECTURES = {
-  'LlamaForCausalLM': _Architecture(model_type='llama'),
+  'LlamaForCausalLM': _Architecture(model_type='llama', may_have_biases=True),
   'MistralForCausalLM': _Architecture(model_type='mistral', kv_heads=8, window=4096),
   'Qwen2ForCausalLM': _Architecture(
     model_type='qwen2', qkv_bias=True, kv_heads=32, window=4096, window_has_flag=True
@@ -49,7 +50,6 @@ ARCHITECTURES = {
 # Any of them may be absent.
 _ONLY = {
   'hidden_act': ('silu', 'swish'),
-  'mlp_bias': (False, None),
   'use_bias': (False, None),
   'partial_rotary_factor': (1, None),
   'rope_interleaved': (False, None),
@@ -74,7 +74,7 @@ _ONLY = {
 }
 _READ = """
 architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
-num_attention_heads num_key_value_heads head_dim attention_bias rms_norm_eps
+num_attention_heads num_key_value_heads head_dim attention_bias mlp_bias rms_norm_eps
 tie_word_embeddings max_position_embeddings original_max_position_embeddings rope_theta
 rope_scaling rope_parameters sliding_window use_sliding_window max_window_layers
 layer_types
@@ -134,6 +134,9 @@ def read(raw: dict[str, Any], *, known_tokens: int | None, dtype: str) -> ModelC
   if head_dim is None and d_model % heads:
     raise refused('hidden_size', d_model, f'expected a multiple of {heads} heads')
   theta, scaling = hf_rope.read(raw)
+  of_attention = architecture.may_have_biases and flag(
+    'attention_bias', raw.get('attention_bias') or False
+  )
   return ModelConfig(
     **sizes,
     known_tokens=min(known_tokens or vocab, vocab),
@@ -144,7 +147,10 @@ def read(raw: dict[str, Any], *, known_tokens: int | None, dtype: str) -> ModelC
     rope_scaling=scaling,
     norm_eps=number('rms_norm_eps', raw.get('rms_norm_eps', 1e-6)),
     tied=flag('tie_word_embeddings', raw.get('tie_word_embeddings', False)),
-    qkv_bias=architecture.qkv_bias,
+    qkv_bias=architecture.qkv_bias or of_attention,
+    out_bias=of_attention,
+    mlp_bias=architecture.may_have_biases
+    and flag('mlp_bias', raw.get('mlp_bias') or False),
     qk_norm=architecture.qk_norm,
     dtype=dtype,
   )
@@ -161,10 +167,21 @@ def write(
   """
   if config.qk_norm and config.qkv_bias:
     raise ValueError('export: no architecture has both qk_norm and qkv_bias')
+  if (config.out_bias or config.mlp_bias) and (
+    config.qk_norm or config.qkv_bias != config.out_bias
+  ):
+    raise ValueError('export: only a Llama has out_bias (with qkv_bias) and mlp_bias')
+  if (config.out_bias or config.mlp_bias) and config.d_model % config.heads:
+    raise ValueError(
+      f'export: d_model={config.d_model}, expected a multiple of heads={config.heads}, '
+      'as transformers has it for a Llama, which alone has such biases'
+    )
   if config.qk_norm:
     kind = 'Qwen3'
-  elif config.qkv_bias:
+  elif config.qkv_bias and not config.out_bias:
     kind = 'Qwen2'
+  elif config.out_bias or config.mlp_bias:
+    kind = 'Llama'
   else:  # the same function, but transformers has no Llama of such sizes
     kind = 'Mistral' if config.d_model % config.heads else 'Llama'
   name = f'{kind}ForCausalLM'
@@ -190,7 +207,7 @@ def write(
     **special_ids,
   }
   if kind == 'Llama':
-    raw |= {'attention_bias': False, 'mlp_bias': False}
+    raw |= {'attention_bias': config.out_bias, 'mlp_bias': config.mlp_bias}
   else:
     raw['sliding_window'] = None
   if kind.startswith('Qwen'):
@@ -224,8 +241,9 @@ def _check_keys(raw: dict[str, Any], architecture: _Architecture) -> None:
     if key in raw and raw[key] not in allowed:
       raise refused(key, raw[key], f'expected {allowed[0]}')
   # A Qwen2 that says it has biases means those on q, k and v.
-  if not architecture.qkv_bias and raw.get('attention_bias'):
-    raise refused('attention_bias', raw['attention_bias'], 'expected False')
+  for key, implied in (('attention_bias', architecture.qkv_bias), ('mlp_bias', False)):
+    if raw.get(key) and not (architecture.may_have_biases or implied):
+      raise refused(key, raw[key], 'expected False')
   for key, value in raw.items():
     if key not in _KNOWN and not key.startswith('_') and value is not None:
       why = 'not a key known here: delete it if it leaves the model as it is'

@@ -27,12 +27,16 @@ _IN_LAYER = {
   'blocks.attn.q_bias': ('self_attn.q_proj.bias', ((0, 1),)),
   'blocks.attn.k_bias': ('self_attn.k_proj.bias', ((0, 1),)),
   'blocks.attn.v_bias': ('self_attn.v_proj.bias', ((0, 1),)),
+  'blocks.attn.o_bias': ('self_attn.o_proj.bias', ((0,),)),
   'blocks.attn.q_norm.scale': ('self_attn.q_norm.weight', ((0,),)),
   'blocks.attn.k_norm.scale': ('self_attn.k_norm.weight', ((0,),)),
   'blocks.mlp_norm.scale': ('post_attention_layernorm.weight', ((0,),)),
   'blocks.mlp.gate': ('mlp.gate_proj.weight', ((1,), (0,))),
   'blocks.mlp.up': ('mlp.up_proj.weight', ((1,), (0,))),
   'blocks.mlp.down': ('mlp.down_proj.weight', ((1,), (0,))),
+  'blocks.mlp.gate_bias': ('mlp.gate_proj.bias', ((0,),)),
+  'blocks.mlp.up_bias': ('mlp.up_proj.bias', ((0,),)),
+  'blocks.mlp.down_bias': ('mlp.down_proj.bias', ((0,),)),
 }
 
 

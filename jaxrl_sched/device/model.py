@@ -39,7 +39,9 @@ class ModelConfig:
   rope_scaling: rope.Scaling | None = None
   norm_eps: float = 1e-6
   tied: bool = True  # the head is the embedding transposed
-  qkv_bias: bool = False  # Qwen2
+  qkv_bias: bool = False  # Qwen2, and Llama's attention_bias with
+  out_bias: bool = False  # that of the output projection
+  mlp_bias: bool = False  # Llama
   qk_norm: bool = False  # Qwen3
   max_positions: int = 4096
   dtype: str = 'float32'  # of the computation; masters are float32
@@ -148,6 +150,11 @@ def _from_heads(y, w):  # [..., N, H] -> [..., D]
   return y.reshape(*y.shape[:-2], -1) @ w.reshape(-1, w.shape[-1])
 
 
+def _biased(y, bias):  # [..., *bias]
+  b = bias[...]
+  return y + b.reshape((1,) * (y.ndim - b.ndim) + b.shape)
+
+
 class Attention(nnx.Module):
   def __init__(self, c: ModelConfig, rngs):
     d, n, k, h = c.d_model, c.heads, c.kv_heads, c.head_dim
@@ -161,6 +168,8 @@ class Attention(nnx.Module):
       self.q_bias = nnx.Param(jnp.zeros((n, h)), axes=('heads', 'head'))
       self.k_bias = nnx.Param(jnp.zeros((k, h)), axes=('kv_heads', 'head'))
       self.v_bias = nnx.Param(jnp.zeros((k, h)), axes=('kv_heads', 'head'))
+    if c.out_bias:
+      self.o_bias = nnx.Param(jnp.zeros(d), axes=('embed',))
     if c.qk_norm:
       self.q_norm = Norm(h, ('head',), c)
       self.k_norm = Norm(h, ('head',), c)
@@ -174,17 +183,16 @@ class Attention(nnx.Module):
       for name, w in (('q', self.q), ('k', self.k), ('v', self.v))
     )
     if self.config.qkv_bias:
-      lead = (1,) * (x.ndim - 1)
       q, k, v = (
-        y + b[...].reshape(lead + b.shape)
-        for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias))
+        _biased(y, b) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias))
       )
     if self.config.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
   def out(self, y):  # [..., N, H] -> [..., D]
-    return lora.add(self.lora, 'o', y, _from_heads(y, self.o[...]))
+    out = lora.add(self.lora, 'o', y, _from_heads(y, self.o[...]))
+    return _biased(out, self.o_bias) if self.config.out_bias else out
 
 
 class Mlp(nnx.Module):
@@ -195,12 +203,20 @@ class Mlp(nnx.Module):
     self.down = _weight(rngs, (f, d), ('mlp', 'embed'), std=(2 * c.layers * f) ** -0.5)
     weights = {'gate': (self.gate, 1), 'up': (self.up, 1), 'down': (self.down, 1)}
     self.lora = lora.declare(c.lora, rngs, weights)
+    self.has_bias = c.mlp_bias
+    if c.mlp_bias:
+      self.gate_bias = nnx.Param(jnp.zeros(f), axes=('mlp',))
+      self.up_bias = nnx.Param(jnp.zeros(f), axes=('mlp',))
+      self.down_bias = nnx.Param(jnp.zeros(d), axes=('embed',))
 
   def __call__(self, x):
     gate = lora.add(self.lora, 'gate', x, x @ self.gate[...])
     up = lora.add(self.lora, 'up', x, x @ self.up[...])
+    if self.has_bias:
+      gate, up = _biased(gate, self.gate_bias), _biased(up, self.up_bias)
     y = jax.nn.silu(gate) * up
-    return lora.add(self.lora, 'down', y, y @ self.down[...])
+    down = lora.add(self.lora, 'down', y, y @ self.down[...])
+    return _biased(down, self.down_bias) if self.has_bias else down
 
 
 class Block(nnx.Module):

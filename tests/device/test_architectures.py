@@ -28,6 +28,17 @@ KINDS = {
   'llama 3.1': ('Llama', dict(hidden_size=48, head_dim=16), LLAMA3),
   'llama 3.2': ('Llama', NINE | dict(hidden_size=72, head_dim=16, tie=True), LLAMA3),
   'smollm2': ('Llama', NINE | dict(hidden_size=36, head_dim=4, tie=True), PLAIN),
+  'llama with biases': (
+    'Llama',
+    dict(hidden_size=48, head_dim=16, attention_bias=True, mlp_bias=True),
+    PLAIN,
+  ),
+  'llama of attention_bias': (
+    'Llama',
+    dict(hidden_size=48, attention_bias=True),
+    PLAIN,
+  ),
+  'llama of mlp_bias': ('Llama', dict(hidden_size=48, mlp_bias=True, tie=True), PLAIN),
   'mistral': (
     'Mistral',
     dict(hidden_size=40, head_dim=16, sliding_window=None),
@@ -97,7 +108,18 @@ def test_logits_are_those_of_transformers_alone_and_packed(kind, theirs):
   assert_close(ours[3, : sum(LENGTHS)], np.concatenate(expected), atol=1e-4)
 
 
-@pytest.mark.parametrize('kind', ['llama 3.2', 'mistral', 'qwen2', 'qwen3 untied'])
+@pytest.mark.parametrize(
+  'kind',
+  [
+    'llama 3.2',
+    'llama with biases',
+    'llama of attention_bias',
+    'llama of mlp_bias',
+    'mistral',
+    'qwen2',
+    'qwen3 untied',
+  ],
+)
 def test_transformers_reads_what_is_exported(kind, theirs, tmp_path):
   """The model is the same function, with its scaling, its sizes and its biases."""
   _, where, expected = theirs(kind)

@@ -65,10 +65,12 @@ def test_what_the_file_leaves_out_is_as_in_transformers():
     ('llama', dict(model_type='qwen2'), ['model_type', 'qwen2', 'llama']),
     ('llama', dict(hidden_act='gelu'), ['hidden_act', 'gelu', 'silu']),
     ('llama', dict(hidden_act=None), ['hidden_act: None']),
-    ('llama', dict(attention_bias=True), ['attention_bias: True']),
+    ('llama', dict(attention_bias='yes'), ['attention_bias', 'yes']),
+    ('qwen2', dict(mlp_bias=True), ['mlp_bias: True']),
     ('mistral', dict(attention_bias=True), ['attention_bias: True']),
     ('qwen3', dict(attention_bias=True), ['attention_bias: True']),
-    ('llama', dict(mlp_bias=True), ['mlp_bias: True']),
+    ('mistral', dict(mlp_bias=True), ['mlp_bias: True']),
+    ('llama', dict(use_bias=True), ['use_bias: True']),
     ('llama', dict(num_local_experts=8), ['num_local_experts: 8']),
     ('qwen3', dict(num_experts=128), ['num_experts: 128']),
     ('qwen3', dict(moe_intermediate_size=768), ['moe_intermediate_size: 768']),
@@ -167,4 +169,20 @@ def test_a_window_that_is_off_is_none(kind):
 def test_both_biases_and_norms_of_heads_have_no_architecture():
   config = dataclasses.replace(sized(500.0, 8, None), qkv_bias=True, qk_norm=True)
   with pytest.raises(ValueError, match='no architecture has both'):
+    written(config)
+
+
+@pytest.mark.parametrize(
+  'biases, d_model, said',
+  [
+    (dict(out_bias=True), None, 'only a Llama has out_bias'),
+    (dict(qkv_bias=True, mlp_bias=True), None, 'only a Llama has out_bias'),
+    (dict(mlp_bias=True), 34, 'd_model=34, expected a multiple of heads=4'),
+  ],
+)
+def test_biases_that_no_architecture_has_are_not_written(biases, d_model, said):
+  config = dataclasses.replace(sized(500.0, 8, None), heads=4, kv_heads=2, **biases)
+  if d_model is not None:
+    config = dataclasses.replace(config, d_model=d_model)
+  with pytest.raises(ValueError, match=said):
     written(config)

@@ -589,7 +589,13 @@ def test_updates_are_those_of_adamw_and_the_schedule_counts_steps(table):
 
 def test_weight_decay_spares_norms_and_biases():
   config = dataclasses.replace(
-    toys.TABLE, vocab_size=8, known_tokens=8, qkv_bias=True, qk_norm=True
+    toys.TABLE,
+    vocab_size=8,
+    known_tokens=8,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
   )
   before = jax.tree.map(jnp.ones_like, model.init(config, 0))
   adamw, rate = make_optimizer(learning_rate=0.01, steps=10, weight_decay=0.1)
@@ -599,7 +605,8 @@ def test_weight_decay_spares_norms_and_biases():
   after = jax.device_get(optax.apply_updates(before, changes))
   attn = after['blocks']['attn']
   spared = [
-    *(attn[x] for x in ('q_bias', 'k_bias', 'v_bias')),
+    *(attn[x] for x in ('q_bias', 'k_bias', 'v_bias', 'o_bias')),
+    *(after['blocks']['mlp'][x] for x in ('gate_bias', 'up_bias', 'down_bias')),
     *(attn[x]['scale'] for x in ('q_norm', 'k_norm')),
     *(after['blocks'][x]['scale'] for x in ('attn_norm', 'mlp_norm')),
     after['norm']['scale'],

@@ -26,6 +26,7 @@ KINDS = {
   'llama': LLAMA,
   'untied': dataclasses.replace(LLAMA, tied=False),
   'qwen2': dataclasses.replace(LLAMA, qkv_bias=True),
+  'biases': dataclasses.replace(LLAMA, qkv_bias=True, out_bias=True, mlp_bias=True),
   'qwen3': dataclasses.replace(LLAMA, qk_norm=True, tied=False),
 }
 
@@ -79,13 +80,17 @@ def plain(parameters: dict, c: ModelConfig, tokens) -> np.ndarray:
         weights = np.exp(scores - np.max(scores))
         for w, v in zip(weights / weights.sum(), values, strict=True):
           mixed[n] += w * v[shared]
-      after.append(xs[t] + np.einsum('nh,nhd->d', mixed, a['o']))
+      out = np.einsum('nh,nhd->d', mixed, a['o'])
+      after.append(xs[t] + out + (a['o_bias'] if c.out_bias else 0))
     xs = []
     for x in after:
       y = norm(x, b['mlp_norm']['scale'])
-      gate = y @ b['mlp']['gate']
-      up = y @ b['mlp']['up']
-      xs.append(x + (gate / (1 + np.exp(-gate)) * up) @ b['mlp']['down'])
+      m = b['mlp']
+      gate, up, down = (
+        m.get(f'{name}_bias', 0.0) for name in ('gate', 'up', 'down')
+      )  # biases
+      gate, up = y @ m['gate'] + gate, y @ m['up'] + up
+      xs.append(x + (gate / (1 + np.exp(-gate)) * up) @ m['down'] + down)
   head = p['embed'] if c.tied else p['head']
   return np.array([norm(x, p['norm']['scale']) @ head.T for x in xs])
 
