@@ -93,7 +93,14 @@ def test_stopped_and_cut_short_it_goes_on(workdir, tmp_path):
   table = tmp_path / workdir.name / 'stratify' / 'start.jsonl'
   argv = ['-m', 'jaxrl_sched.stratify', SMOKE, f'--workdir={table.parents[1]}']
   process = subprocess.Popen(
-    [sys.executable, *argv, *FEW, *STEP, '--samples=4', '--config.sampler.slots=1'],
+    [
+      sys.executable,
+      *argv,
+      *FEW[:-1],
+      *STEP,
+      '--samples=4',
+      '--config.sampler.slots=1',
+    ],
     cwd=ROOT,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -155,7 +162,7 @@ def test_tables_of_two_models_make_tiers(workdir):
     (['--step=4711'], '--step=4711: checkpoints in'),
     (['--step=all'], '--step=all: expected one step'),
     (['--hf=/nowhere'], '/nowhere'),
-    (['--config.sampler.slots=0'], 'sampler.slots: 0'),
+    (['--config.sampler.prefill_rows=0'], 'sampler.prefill_rows: 0'),
   ],
 )
 def test_refused(workdir, capsys, extra, message):

@@ -209,7 +209,7 @@ def parts(shapes, shardings):
 
 def expected(shapes):
   """Matrices are cut along D over fsdp and sequence and along another axis over model;
-  norms, which have D alone, over fsdp and sequence; counters not at all."""
+  norms, which have D alone, over fsdp and sequence; the counter not at all."""
 
   def of(path, x):
     if x.ndim == 0:
@@ -223,10 +223,10 @@ def expected(shapes):
 def test_neither_weights_nor_optimizer_are_ever_replicated(programs):
   """As compiled for 8 devices: what goes in, and what comes out."""
   arguments = programs.arguments()
-  state, gradient, sums = arguments['apply']
-  assert len(jax.tree.leaves(state)) == 3 * len(jax.tree.leaves(gradient)) + 2
+  state, gradient, _, _ = arguments['apply']
+  assert len(jax.tree.leaves(state)) == 3 * len(jax.tree.leaves(gradient)) + 1
   apply = programs.apply.lower(*arguments['apply']).compile()
-  of_state, of_gradient, _ = apply.input_shardings[0]
+  of_state, of_gradient, _, _ = apply.input_shardings[0]
   assert parts(state, of_state) == expected(state)
   assert parts(gradient, of_gradient) == expected(gradient)
   assert parts(state, apply.output_shardings[0]) == expected(state)
@@ -242,11 +242,11 @@ def test_neither_weights_nor_optimizer_are_ever_replicated(programs):
 
 def test_bytes_on_a_device_are_those_on_paper(programs):
   """Weights and two moments, float32: V D + L (2 D N H + 2 D K H + 3 D F) of them in 8
-  parts, and (2 L + 1) D of norms in 4; and two counters."""
+  parts, and (2 L + 1) D of norms in 4; and a counter."""
   d, f, layers, v = 16, 32, 2, 304
   matrices = v * d + layers * (2 * d * 4 * 8 + 2 * d * 2 * 8 + 3 * d * f)
   norms = (2 * layers + 1) * d
-  total = 3 * 4 * (matrices // 8 + norms // 4) + 2 * 4
+  total = 3 * 4 * (matrices // 8 + norms // 4) + 4
   assert compiled.bytes_of(programs.state) == total
   name, largest = compiled.by_name(programs.state)[0]
   assert 'embed' in name and largest == 4 * v * d // 8
