@@ -208,14 +208,7 @@ def of_workdir(
 
 
 def _changed(c: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
-  given = [key for key, _ in overrides]
-  for i, (key, text) in enumerate(overrides):
-    if given.count(key) > 1:
-      raise ValueError(f'--config.{key}: given {given.count(key)} times, expected once')
-    if held := [name for name in given[:i] if name.startswith(f'{key}.')]:
-      raise ValueError(
-        f'--config.{key}: expected before --config.{held[0]}, a key of it'
-      )
+  for key, text in overrides:
     settings.override(c, key, text, KEYS)
   return check(c)
 

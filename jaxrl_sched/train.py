@@ -69,7 +69,13 @@ def overrides(rest: list[str]) -> list[tuple[str, str]]:
       if not rest or rest[0].startswith('--'):
         raise ValueError(f'{name}: expected a value')
       value = rest.pop(0)
-    found.append((name.removeprefix('--config.'), value))
+    key = name.removeprefix('--config.')
+    for before, _ in found:
+      if before == key:
+        raise ValueError(f'{name}: given twice, expected once')
+      if before.startswith(f'{key}.'):
+        raise ValueError(f'{name}: expected before --config.{before}, a key of it')
+    found.append((key, value))
   return found
 
 

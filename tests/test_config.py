@@ -848,12 +848,12 @@ def test_a_hash_within_quotes_is_text_and_how_a_value_is_written_is_taken():
 
 
 def test_an_override_given_twice_is_refused():
-  with pytest.raises(ValueError, match='--config.seed: given 2 times, expected once'):
-    config.read(SMOKE, [('seed', '1'), ('steps', '2'), ('seed', '1')])
+  with pytest.raises(ValueError, match='--config.seed: given twice, expected once'):
+    train.overrides(['--config.seed=1', '--config.steps=2', '--config.seed=1'])
   with pytest.raises(
     ValueError, match='--config.sagc: expected before --config.sagc.t'
   ):
-    config.read(SMOKE, [('sagc.tau', '1.5'), ('sagc', '{}')])
+    train.overrides(['--config.sagc.tau=1.5', '--config.sagc={}'])
   assert config.read(SMOKE, [('sagc', '{}'), ('sagc.tau', '1.5')])['sagc']['tau'] == 1.5
 
 
