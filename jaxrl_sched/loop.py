@@ -89,9 +89,10 @@ def _refused(
   before: int, step: int, numbers: dict[str, Any], recorder: Recorder
 ) -> int:
   """Updates refused in a row; a step without an update leaves that as it was."""
-  if numbers.get('update/skipped') == 1:
+  # As Python's numbers: comparing arrays of a device would compile.
+  if float(numbers.get('update/skipped', 0.0)) == 1:
     return before
-  if not numbers.get('update/refused'):
+  if not float(numbers.get('update/refused', 0.0)):
     return 0
   if before == 0:
     recorder.say(

@@ -78,8 +78,13 @@ def test_a_run_leaves_what_it_promises(undisturbed):
   assert {'eval/sums/pass@1', 'eval/last_digits/pass@1'} <= metrics[0].keys()
   assert 'eval/sums/pass@1' in metrics[3] and 'eval/sums/pass@1' not in metrics[1]
   assert metrics[6].keys() == {'step'} | {k for k in metrics[6] if 'eval/' in k}
-  for key in ('reward/mean', 'pass_rate', 'loss', 'entropy', 'grad_norm', 'lr', 'kl'):
+  for key in ('loss', 'entropy', 'grad_norm', 'lr', 'kl'):
     assert all(key in m for m in metrics[:6]), key
+  # A batch that carried groups fill is not sampled for.
+  sampled = [m for m in metrics[:6] if m['rollout/groups_generated']]
+  assert len(sampled) > 3
+  for key in ('reward/mean', 'pass_rate'):
+    assert all(key in m for m in sampled), key
   assert str(workdir) in out and 'Held-out pass rate' in out
 
 
@@ -135,7 +140,8 @@ def test_no_step_compiles(undisturbed):
 def test_sampler_and_learner_agree(undisturbed):
   workdir, _ = undisturbed
   for m in lines(workdir)[:6]:
-    assert m['mismatch/logp_abs_max'] < 1e-4
+    assert m.get('mismatch/logp_abs_max', 0.0) < 1e-4
+    assert 'mismatch/logp_abs_max' in m or not m['rollout/groups_generated']
     assert m['mismatch/tis_raw_mean'] == pytest.approx(1, abs=1e-3) or m['lag/max']
 
 
