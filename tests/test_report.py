@@ -76,7 +76,7 @@ def test_partial_rewards_come_first(tmp_path):
   seen = words(page)
   assert seen.index('Held-out reward -0.250 → 0.500') < seen.index('Held-out pass@1')
   first = page[page.index('<figure>') : page.index('</figure>')]
-  assert 'mean reward, of the maximum, on prompts' in first
+  assert 'mean reward, of the maximum, on the prompts' in first
   assert '<title>step 0: -0.25</title>' in first  # below 0, and within the frame
   heights = [float(y) for y in re.findall(r'<circle[^>]* cy="([\d.]+)"', first)]
   assert all(10 <= y <= 214 for y in heights) and heights[0] > heights[1]
