@@ -55,7 +55,7 @@ def _run(arguments, changes: list[tuple[str, str]]) -> int:
   if label is None:
     find = functools.partial(config.checkpointed_steps, workdir, arguments.step)
     names = multihost.agree(find, name='steps')
-  multihost.compare('the prompts', run.held_out.digest)
+  multihost.compare('the prompts', lambda: str(run.held_out.contents))
   with contextlib.closing(config.build_engine(run, workdir, read_only=True)) as engine:
     prompts = list(run.held_out.all())
     if multihost.is_first():
