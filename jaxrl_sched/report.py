@@ -217,7 +217,7 @@ def _headline(columns: plots.Curves, config: dict[str, Any]) -> str:
 
 
 def _held_out(columns: plots.Curves) -> dict[str, str]:
-  """What is told of held-out prompts, as heading -> keys."""
+  """Which keys show held-out prompts: heading -> keys."""
   found = {}
   if _has_partial_rewards(columns):
     found['Held-out reward'] = 'eval/*/reward'

@@ -1,4 +1,4 @@
-"""A run goes on with what it began with, wherever that lies now."""
+"""A resumed run has the contents it began with, wherever the files lie now."""
 
 import json
 import pathlib

@@ -15,7 +15,7 @@ SMOKE = str(pathlib.Path(__file__).parents[2] / 'configs' / 'smoke.py')
 
 def test_truncated_answers_that_alone_had_an_advantage_make_no_update(tmp_path):
   """The overlong filter leaves answers of advantage 0; an update would be one of
-  momentum. The step counts on, the state stays as it is, and the reason is told."""
+  momentum. The step counts on, the state stays as it is, and the reason is logged."""
   run = configs.prepare(configs.read(SMOKE, [('loss.overlong_filter', 'true')]))
   engine = configs.build_engine(run, tmp_path)
   rng = np.random.default_rng(0)
