@@ -82,6 +82,7 @@ def test_both_sides_and_their_idle_time_are_told(lagging):
   assert begin['engine 0', 4] < end['learner', 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('lagging', [2], indirect=True)  # more is under way
 def test_killed_at_two_instants_it_writes_the_same(lagging, tmp_path):
   """Promises 6 and 7: what is under way is in the checkpoints."""
@@ -103,6 +104,7 @@ def test_killed_at_two_instants_it_writes_the_same(lagging, tmp_path):
     assert lines(tmp_path, name) == lines(whole, name), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('lagging', [2], indirect=True)  # more is under way
 def test_sigterm_finishes_what_is_under_way_and_saves(lagging, tmp_path):
   lag, whole = lagging
@@ -126,6 +128,8 @@ def test_sigterm_finishes_what_is_under_way_and_saves(lagging, tmp_path):
   assert lines(tmp_path) == lines(whole)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize('lagging', [2], indirect=True)  # more is under way
 def test_delays_change_nothing(lagging, tmp_path):
   """3.11, test 7: whoever is late, batches, metrics and weights are the same."""

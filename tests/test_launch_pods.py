@@ -511,6 +511,7 @@ def test_the_first_failure_is_the_exit_code_and_the_others_are_not_waited_for(ma
   assert '2 still running after 1 s: killed' in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', ['SIGTERM', 'Ctrl-C'])
 def test_a_signal_goes_to_all_processes(machine, how):
   machine.codes('wait')

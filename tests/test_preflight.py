@@ -175,7 +175,7 @@ def test_what_is_held_is_what_is_on_paper(footprint):
   of_slot = 1 + 6 * 4 + 2 * 4 + 2 * 4 + 8 * 4  # flag, numbers, key, stop ids
   assert held == {
     'weights trained': one,
-    'optimizer': 2 * one + 2 * 4,
+    'optimizer': 2 * one + 4,  # two moments of each, and their counter
     # In bfloat16, but for the last norm.
     'weights of samplers, 1': 2 * weights_on_a_device(2, 1) + 2 * D,
     f'cache of {SLOTS} slots': SLOTS // 2 * (2 * L * S * K * H * 2 // 2 + of_slot),

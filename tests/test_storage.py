@@ -417,7 +417,7 @@ def test_a_run_in_a_bucket(store, tmp_path, capsys):
   capsys.readouterr()
   assert train.main(argv) == 1
   (told,) = [s for s in capsys.readouterr().err.splitlines() if 'gs://' in s]
-  assert told.startswith('error: gs://bucket/run: ')
+  assert told.startswith('error: gs://bucket/run')
   store.fault = lambda asked: None
   assert train.main(argv) == 0
   assert 'Resuming after step 2.' in capsys.readouterr().out

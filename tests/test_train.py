@@ -145,6 +145,9 @@ def test_sampler_and_learner_agree(undisturbed):
     assert m['mismatch/tis_raw_mean'] == pytest.approx(1, abs=1e-3) or m['lag/max']
 
 
+@pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.slow
 def test_every_group_has_a_fate(undisturbed):
   """Promise 9."""
   workdir, _ = undisturbed
@@ -226,6 +229,7 @@ def test_eight_devices_decide_and_learn_like_one(undisturbed, tmp_path):
         assert eight[key] == pytest.approx(value, rel=1e-4, abs=1e-4), key
 
 
+@pytest.mark.slow
 def test_the_simulator_makes_the_decisions_of_a_run_on_its_trace(undisturbed):
   """Promise 8: the same controllers under the same loop, told the same answers: who is
   asked, in what size, who is filtered and pruned, with what weight and forecast."""
@@ -346,6 +350,7 @@ def test_a_run_needs_a_workdir(capsys):
   assert 'required: --workdir' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fewer_than_no_samples_are_refused(tmp_path, capsys):
   argv = [f'--config={SMOKE}', f'--workdir={tmp_path}', '--config.log.samples=-1']
   assert train.main(argv) == 2

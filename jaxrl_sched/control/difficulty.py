@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import math
 import os
 from typing import Any
-import zlib
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.quotas import RollingQuotas
 from jaxrl_sched.host import strict_json
 
-VERSION = 2
+VERSION = 3
 TIERS = ('hard', 'medium', 'easy')
 MARGIN = 1e-9  # a mean of rates of 0.05 may be rounded to more
 
@@ -170,31 +169,25 @@ class Tiers:
     # State, and `planned` below.
     self._released: int | None = None  # the step of it
     self._dropped: int | None = None
-    self._streams: dict[str, tuple[str, np.ndarray]] = {}
-    self._of: dict[str, dict[str, str]] = {}  # dataset -> tier -> stream
+    self._tiers: dict[str, str] = {}  # dataset -> a digit a prompt, its place in TIERS
     self._ranks: dict[str, _Ranks] = {}
     self.unknown = 0  # prompts without a rate
     for name, known in rates.items():
       known = np.asarray(known, np.float64)
       self.unknown += int(np.isnan(known).sum())
       found = _tiers(known, low, high)
-      self._of[name], self._ranks[name] = {}, _Ranks(found)
-      for t, label in enumerate(TIERS):
-        indices = np.flatnonzero(found == t).astype(np.int32)
-        if len(indices) and not (label == 'easy' and self._drop_at == 0):
-          stream = self._of[name][label] = f'{name}/{label}'
-          self._streams[stream] = name, indices
-      self._check_live(name, np.bincount(found, minlength=3))
-
-    # How many prompts, and which, by a checksum: what a resume must find again.
-    self._described = {
-      stream: [len(indices), zlib.crc32(indices.astype('<i4').tobytes())]
-      for stream, (_, indices) in self._streams.items()
-    }
-
+      self._ranks[name] = _Ranks(found)
+      self._tiers[name] = (found + ord('0')).astype(np.uint8).tobytes().decode()
+    self._streams = self.streams_of(self._tiers)
+    # Dataset -> tier -> stream.
+    self._of: dict[str, dict[str, str]] = {name: {} for name in rates}
+    for stream, (name, _) in self._streams.items():
+      self._of[name][stream.removeprefix(f'{name}/')] = stream
+    for name, found in self._tiers.items():
+      self._check_live(name, [found.count(str(t)) for t in range(len(TIERS))])
     self._planned = {n: RollingQuotas(of.values()) for n, of in self._of.items()}
 
-  def _check_live(self, name: str, counts: np.ndarray) -> None:
+  def _check_live(self, name: str, counts: Sequence[int]) -> None:
     """There must be something to draw in every phase, or the dataset has no share."""
     for step in self.phases:
       if not any(self._values(name, step).values()):
@@ -241,6 +234,21 @@ class Tiers:
     Empty and dropped ones are not among them; hard ones that wait are.
     """
     return dict(self._streams)
+
+  def streams_of(self, tiers: Mapping[str, str]) -> dict[str, tuple[str, np.ndarray]]:
+    """`streams` as they would be of prompts in these tiers; see `of_prompts`."""
+    streams = {}
+    for name, found in tiers.items():
+      digits = np.frombuffer(found.encode(), np.uint8) - ord('0')
+      for t, label in enumerate(TIERS):
+        indices = np.flatnonzero(digits == t).astype(np.int32)
+        if len(indices) and not (label == 'easy' and self._drop_at == 0):
+          streams[f'{name}/{label}'] = name, indices
+    return streams
+
+  def of_prompts(self) -> dict[str, str]:
+    """Dataset -> a digit for each prompt: 0 hard, 1 medium, 2 easy."""
+    return dict(self._tiers)
 
   def places(self, dataset: str, indices: Sequence[int]) -> list[tuple[str, int]]:
     """The stream of each prompt and its place there."""
@@ -305,7 +313,7 @@ class Tiers:
   def state_dict(self) -> dict[str, Any]:
     return {
       'version': VERSION,
-      'streams': {stream: list(d) for stream, d in self._described.items()},
+      'tiers': self.of_prompts(),
       'released': self._released,
       'dropped': self._dropped,
       'planned': {name: quotas.state_dict() for name, quotas in self._planned.items()},
@@ -318,13 +326,11 @@ class Tiers:
       raise ValueError(
         f'state of tiers: version {state["version"]}, expected {VERSION}'
       )
-    check_state('tiers.streams', state['streams'], own['streams'])
-    for stream, described in own['streams'].items():
-      if list(state['streams'][stream]) != described:
+    check_state('tiers.tiers', state['tiers'], own['tiers'])
+    for name, found in own['tiers'].items():
+      if state['tiers'][name] != found:
         raise ValueError(
-          f'tiers: stream {stream!r} had {state["streams"][stream][0]} prompts when '
-          f'this run began, now it has {described[0]}, or others: the table, the '
-          'thresholds or the prompts have changed'
+          f'tiers: {name!r} had prompts in other tiers, or another number of prompts'
         )
     check_state('tiers.planned', state['planned'], own['planned'])
     for name, quotas in self._planned.items():

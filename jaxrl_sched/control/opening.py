@@ -202,7 +202,7 @@ def check_window(asp: Asp, source: Source, sagc: SAGC | None, *, quotas: bool) -
   together = sagc is None or sagc.period % asp.window == 0
   for good, what in (
     (quotas, 'scheduler.quotas'),
-    (not source.has_tiers, 'tiers=None'),
+    (source.tiers is None, 'tiers=None'),
     (sagc is None or not sagc.prompt_aware, 'sagc.prompt_aware=False'),
     (together, 'sagc.period a multiple of it'),
     (not asp.pause_after, 'asp.pause_after=0'),

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_sched.control import ledger, saved
+from jaxrl_sched.control import ledger, retiering, saved
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.base import check_state
 from jaxrl_sched.control.exhaustion import Exhaustion
@@ -164,6 +164,7 @@ class Scheduler:
     self._ahead: list[tuple[Pick, ...]] = []  # drawn for bundles not planned yet
     self._carried: list[Group] = []  # useful groups of the step before
     self._paused: list[Group] = []  # to go on in the next bundle that is planned
+    self._notes: list[str] = []  # not told yet
 
   # --- a step, in the order of the loop ---
 
@@ -435,7 +436,8 @@ class Scheduler:
 
   def notes(self) -> list[str]:
     """What whoever watches the run should know, each once."""
-    return self._exhaustion.notes()
+    notes, self._notes = self._notes, []
+    return notes + self._exhaustion.notes()
 
   def exhausted(self, step: int) -> str | None:
     """Why dynamic sampling finds nothing to learn from at this step and all later ones;
@@ -501,6 +503,8 @@ class Scheduler:
       raise ValueError(
         f'state of scheduler: version {state["version"]}, expected {VERSION}'
       )
+    if None not in (state['source']['tiers'], self._source.tiers):
+      state, self._notes = retiering.moved(state, self._source.tiers)
     self._source.load_state_dict(state['source'])  # says why streams are others
     saved.check(state, self._source.sizes)
     for name, controller in (

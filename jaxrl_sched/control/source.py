@@ -43,8 +43,8 @@ class Source:
     return self._snooze.sizes
 
   @property
-  def has_tiers(self) -> bool:
-    return self._tiers is not None
+  def tiers(self) -> Tiers | None:
+    return self._tiers
 
   def dataset(self, stream: str) -> str:
     return self._of[stream][0]

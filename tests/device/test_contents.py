@@ -8,7 +8,7 @@ import warnings
 import pytest
 from toys import lines
 
-from jaxrl_sched import train
+from jaxrl_sched import config, train
 from jaxrl_sched.device import contents
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,3 +109,32 @@ def test_a_moved_run_resumes_by_its_workdir_and_changed_data_does_not(tmp_path, 
 def test_a_workdir_alone_has_to_be_of_a_run(tmp_path, capsys):
   assert train.main([f'--workdir={tmp_path}']) == 2
   assert 'no config.json there; name one by --config' in capsys.readouterr().err
+
+
+def test_a_resumed_run_may_be_given_a_new_table_of_difficulty(tmp_path, capsys):
+  workdir, table = tmp_path / 'run', tmp_path / 'rates.jsonl'
+  argv = [
+    f'--config={ROOT}/configs/smoke.py',
+    f'--workdir={workdir}',
+    '--config.steps=2',
+    '--config.checkpoint.every=1',
+    '--config.checkpoint.keep=3',
+    '--config.evaluate=None',
+    '--config.log.tensorboard=False',
+  ]
+  run = config.prepare(config.read(f'{ROOT}/configs/smoke.py'))
+  ids = list(dict(run.prompts.ids())['sums'])
+
+  def trained(hard):
+    rates = [dict(id=key, pass_rate=0.5 * (key not in hard)) for key in ids]
+    table.write_text('\n'.join(map(json.dumps, rates)))
+    assert train.main([*argv, f'--config.tiers.table={table}']) == 0
+    return capsys.readouterr().out
+
+  assert 'another tier' not in trained(ids[:3])
+  shutil.rmtree(workdir / 'checkpoints' / '2')
+  said = trained(ids[1:8])
+  count = len({ids[0], *ids[3:8]})
+  assert f'tiers: {count} of {len(ids)} prompts of sums are in another tier' in said
+  metrics = lines(workdir)
+  assert [line['step'] for line in metrics] == [0, 1, 2]

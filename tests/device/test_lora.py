@@ -308,7 +308,7 @@ def test_updates_move_adapters_and_nothing_else(tuned):
 
 
 def test_the_optimizer_knows_the_adapters_only(tuned):
-  """Two moments of each, and two counters: as many numbers as on paper."""
+  """Two moments of each, and their counter: as many numbers as on paper."""
   config, base, *_ = tuned
   c, rank = config, 3
   width, narrow = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -323,7 +323,7 @@ def test_the_optimizer_knows_the_adapters_only(tuned):
   for learner in (build(base, config), build(base, bf16)):
     like = learner.like()
     sizes = [x.size for x in jax.tree.leaves(like['optimizer'])]
-    assert sum(sizes) == 2 * count + 2
+    assert sum(sizes) == 2 * count + 1
     assert sum(x.size for x in jax.tree.leaves(like['parameters'])) == count
     assert {x.dtype for x in jax.tree.leaves(like['parameters'])} == {
       np.dtype('float32')
@@ -403,8 +403,10 @@ def test_a_run_goes_on_as_if_never_stopped(workdir, tmp_path):
   run(tmp_path, 3)
   metrics = lines(tmp_path)
   assert lines(workdir) == metrics
+  # Answers carried over are of other weights than those that learn from them.
+  gaps = [s['mismatch/logp_abs_max'] for s in metrics[:3] if s['lag/max'] == 0]
+  assert gaps and max(gaps) < 1e-4
   for step in metrics[:3]:
-    assert step['mismatch/logp_abs_max'] < 1e-4
     assert step['compile/count'] == 0
     assert step['grad_norm'] > 0
 

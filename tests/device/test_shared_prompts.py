@@ -147,6 +147,7 @@ def test_loss_and_gradient_are_those_of_prompts_apart(kind, parameters):
   assert relative(others, sums) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'how',
   [

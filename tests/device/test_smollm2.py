@@ -21,6 +21,8 @@ from jaxrl_sched.device.templates import Template
 from jaxrl_sched.device.tokenizers import load_tokenizer, stop_ids
 from jaxrl_sched.types import Prompt, Request, Sampling
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / 'runs' / 'smollm2'
 QUESTIONS = (
@@ -141,7 +143,9 @@ def test_two_steps_of_training(tmp_path, loaded):
   lines = [json.loads(line) for line in open(tmp_path / 'metrics.jsonl')]
   steps = [line for line in lines if 'loss' in line]
   assert [line['step'] for line in steps] == [0, 1]
+  # Answers carried over are of other weights than those that learn from them.
+  gaps = [line['mismatch/logp_abs_max'] for line in steps if line['lag/max'] == 0]
+  assert gaps and max(gaps) < 1e-3
   for line in steps:
-    assert line['mismatch/logp_abs_max'] < 1e-3
     assert line['compile/count'] == 0
     assert line['update/refused'] == 0 and line['grad_norm'] > 0
