@@ -319,7 +319,8 @@ class Tiers:
       'planned': {name: quotas.state_dict() for name, quotas in self._planned.items()},
     }
 
-  def load_state_dict(self, state: dict[str, Any]) -> None:
+  def check(self, state: dict[str, Any]) -> None:
+    """Refuses what is no state of tiers of these datasets, whatever their tiers."""
     own = self.state_dict()
     check_state('tiers', state, own)
     if state['version'] != VERSION:
@@ -327,12 +328,15 @@ class Tiers:
         f'state of tiers: version {state["version"]}, expected {VERSION}'
       )
     check_state('tiers.tiers', state['tiers'], own['tiers'])
-    for name, found in own['tiers'].items():
+    check_state('tiers.planned', state['planned'], own['planned'])
+
+  def load_state_dict(self, state: dict[str, Any]) -> None:
+    self.check(state)
+    for name, found in self.of_prompts().items():
       if state['tiers'][name] != found:
         raise ValueError(
           f'tiers: {name!r} had prompts in other tiers, or another number of prompts'
         )
-    check_state('tiers.planned', state['planned'], own['planned'])
     for name, quotas in self._planned.items():
       quotas.load_state_dict(state['planned'][name])
     self._released, self._dropped = state['released'], state['dropped']

@@ -41,7 +41,10 @@ def moved(state: dict[str, Any], tiers: Tiers) -> tuple[dict[str, Any], list[str
     )
   notes = []
   for name, old in before.items():
-    count = sum(a != b for a, b in zip(old, now[name], strict=True))
+    old_digits, new_digits = (
+      np.frombuffer(digits.encode(), np.uint8) for digits in (old, now[name])
+    )
+    count = int(np.count_nonzero(old_digits != new_digits))
     if count:
       notes.append(
         f'tiers: {count:,} of {len(old):,} prompts of {name} are in another tier than '

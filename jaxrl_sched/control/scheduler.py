@@ -503,7 +503,8 @@ class Scheduler:
       raise ValueError(
         f'state of scheduler: version {state["version"]}, expected {VERSION}'
       )
-    if None not in (state['source']['tiers'], self._source.tiers):
+    self._source.check(state['source'])
+    if self._source.tiers is not None:
       state, self._notes = retiering.moved(state, self._source.tiers)
     self._source.load_state_dict(state['source'])  # says why streams are others
     saved.check(state, self._source.sizes)

@@ -168,13 +168,19 @@ class Source:
     snooze = self._snooze.freeze()
     return lambda: {'snooze': snooze(), 'tiers': tiers, 'quotas': quotas}
 
-  def load_state_dict(self, state: dict[str, Any]) -> None:
+  def check(self, state: dict[str, Any]) -> None:
+    """Refuses tiers of other datasets, or tiers where there are none."""
     check_state('source', state, dict.fromkeys(('snooze', 'tiers', 'quotas')))
     if (state['tiers'] is None) != (self._tiers is None):
       raise ValueError(
         'difficulty tiers were '
         f'{"off" if state["tiers"] is None else "on"} when this run began'
       )
+    if self._tiers is not None:
+      self._tiers.check(state['tiers'])
+
+  def load_state_dict(self, state: dict[str, Any]) -> None:
+    self.check(state)
     self._snooze.load_state_dict(state['snooze'])
     if self._tiers is not None:
       self._tiers.load_state_dict(state['tiers'])
