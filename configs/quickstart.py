@@ -37,7 +37,8 @@ def get_config(variant: str = 'train') -> ConfigDict:
   c.advantage = dict(divide_by_std=True)
   c.loss = dict(kind='dapo', clip_low=0.2, clip_high=0.28)
   c.optimizer = dict(learning_rate=3e-5, warmup_steps=5, max_grad_norm=1.0)
-  c.learner = dict(rows=16, row_tokens=128)  # attention costs row_tokens a token
+  # Attention costs row_tokens a token: room for a prompt with most of its answers.
+  c.learner = dict(rows=6, row_tokens=192, share_prompt=True)
   c.evaluate = dict(
     datasets=dict(
       sums=dict(source=f'{TASKS}:Sums', options=dict(count=128, held_out=True)),

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any, Protocol
 
 from jaxrl_sched.control.planning import Plan
-from jaxrl_sched.types import Group, Lesson, Request
+from jaxrl_sched.types import Completion, Group, Lesson, Request
 
 
 class Stopped(Exception):
@@ -24,6 +24,30 @@ class Span:
   bundle: int
   begin: float  # seconds on the engine's clock
   end: float
+
+
+Key = tuple[int, int]  # draw, answer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+  """What has happened on a sampling engine since its last report."""
+
+  engine: int
+  tick: int  # decode steps it has done since the run began: all up to here is told
+  started: list[tuple[int, int]]  # (tick, draw), one an answer
+  ended: list[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InFlight:
+  """What the sampling engines hold between two fills. Nothing of it changes later."""
+
+  tick: int  # of all engines
+  requests: list[Request]  # of groups that were not given yet, in draw order
+  completions: dict[Key, Completion]  # of these; those that run are 'paused'
+  running: list[list[Key]]  # of each engine, in slot order
+  queued: list[list[Key]]  # of each engine, in queue order
 
 
 class Engine(Protocol):
@@ -65,6 +89,35 @@ class Engine(Protocol):
 
     All else that was submitted is forgotten. Never raises Stopped.
     """
+
+  # The open pool: in place of `submit`, `collect`, `collect_rest` and `drain`.
+
+  def begin_fill(self, fill: int, version: int) -> None:
+    """From here on all is sampled with these weights. Answers that are running continue
+    with them from a fresh prefill of prompt and tokens."""
+
+  def feed(self, plan: Plan) -> None:
+    """Puts answers at the end of the engines' queues (`plan.shares`, one an engine)."""
+
+  def advance(self, tick: int) -> tuple[list[Report], list[Group]]:
+    """Samples until every engine has done this many decode steps since the run began, a
+    multiple of the chunk, and at most a chunk more than it has. Where all have, waits for
+    a grade that is missing, if there is one.
+
+    Returns:
+      What has happened, and groups of which all answers have ended and are graded now,
+      each once, in draw order.
+
+    Raises:
+      Stopped: the run was asked to stop.
+    """
+
+  def suspend(self) -> InFlight:
+    """Ends the fill: what is in flight, at the tick where all engines are."""
+
+  def resume(self, in_flight: InFlight) -> None:
+    """Takes up what `suspend` gave, in this process or in another; all else that was in
+    flight is forgotten."""
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     """Samples and grades at once, without shaping; in the order given."""
