@@ -205,6 +205,12 @@ def _check_asp(c: dict[str, Any], need: Callable, hosts: int) -> None:
       'a number with asp.lag: what is older than the weights is corrected by it'
     )
     need(c['loss']['tis_cap'] is not None, 'loss.tis_cap', None, expected)
+  if not c['scheduler']['barrier']:
+    expected = 'a number without scheduler.barrier: many answers are of older weights'
+    need(c['loss']['tis_cap'] is not None, 'loss.tis_cap', None, expected)
+    expected = 'None without scheduler.barrier'
+    need(c['teacher'] is None, 'teacher', c['teacher'], expected)
+    return
   rounds, dynamic = c['scheduler']['max_rounds'], c['scheduler']['dynamic_sampling']
   expected = 'None or 1 with asp.lag: all engines would wait for the bundle to close'
   good = asp.lag == 0 or not dynamic or rounds in (None, 1)

@@ -154,9 +154,12 @@ def free(c: dict[str, Any]) -> tuple[str, ...]:
   steps = () if hang else ('steps',)
   # On other chips the same run goes on: where something is done decides nothing.
   where = ['mesh', 'sampler_mesh', 'learner.rows', 'learner.remat']
-  where += [f'sampler.{name}' for name in ('mesh', 'model', 'chunk', 'prefill_rows')]
-  if asp['window'] == 1 and asp['refill']:  # else orders hang on what runs at once
-    where += ['sampler.slots', 'asp.engines']
+  where += [f'sampler.{name}' for name in ('mesh', 'model', 'prefill_rows')]
+  # Without a barrier a batch is made of what has ended by then.
+  if c['scheduler']['barrier']:
+    where.append('sampler.chunk')
+    if asp['window'] == 1 and asp['refill']:  # else orders depend on what runs at once
+      where += ['sampler.slots', 'asp.engines']
   return (*steps, *where, *_paths(c), *_ANYWHERE)
 
 

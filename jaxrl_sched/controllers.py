@@ -13,6 +13,7 @@ from jaxrl_sched.checks import named
 from jaxrl_sched.control.asp import Asp
 from jaxrl_sched.control.difficulty import open_tiers
 from jaxrl_sched.control.lengths import LengthPredictor
+from jaxrl_sched.control.open_scheduler import OpenScheduler
 from jaxrl_sched.control.sagc import SAGC
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
@@ -82,7 +83,10 @@ def make_scheduler(
   source = Source(snooze, tiers)
   for step in [0] if tiers is None else tiers.phases:
     _check_pools(source, step, most, quotas=s['quotas'])
-  return Scheduler(
+  of = Scheduler
+  if not s['barrier']:
+    of = functools.partial(OpenScheduler, chunk=c['sampler']['chunk'])
+  return of(
     source,
     prompts.get,
     sampling,

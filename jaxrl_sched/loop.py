@@ -6,6 +6,7 @@ No jax here: whatever answers to the Engine protocol runs under this loop.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl_sched.control.pool import Closing
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.engine import Engine, Stopped
 from jaxrl_sched.metrics import Recorder
@@ -45,7 +46,11 @@ def train(
     saved.
   """
   refused = 0
+  if not scheduler.barrier and scheduler.in_flight is not None:
+    engine.resume(scheduler.in_flight)
   for step in range(engine.step, steps + 1):
+    if not scheduler.barrier:
+      scheduler.keep(engine.suspend())
     boundary = scheduler.freeze()
     try:
       found, score, began = {}, None, engine.now()
@@ -55,7 +60,7 @@ def train(
       is_saved = step > 0 and (step % save_every == 0 or is_last)
       # Bundles under way are a part of what is saved, with the tokens they have got; and
       # sampling them counts as the step's time, not as an evaluation's.
-      if is_judged or is_saved:
+      if scheduler.barrier and (is_judged or is_saved):
         scheduler.keep(engine.drain(step + scheduler.lag))
       drained = engine.now() - began
       if is_judged:
@@ -77,7 +82,8 @@ def train(
       refused = _refused(refused, step, numbers, recorder)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
-      scheduler.keep(engine.drain(step + scheduler.lag))
+      if scheduler.barrier:
+        scheduler.keep(engine.drain(step + scheduler.lag))
       recorder.flush()
       engine.save(boundary(), score=None)
       return False
@@ -108,7 +114,9 @@ def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
 
   # Sample until the batch is full of groups that can teach something. With a lag h
   # the bundle of step v + h gets on its way here, and that of step v has long been.
-  while True:
+  if not scheduler.barrier:
+    generated += _fill(engine, scheduler, step)
+  while scheduler.barrier:
     while plan := engine.agree(lambda: scheduler.plan(step)):
       scheduler.sent(plan)
       engine.submit(plan)
@@ -127,10 +135,11 @@ def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
 
   # Surplus may have been in grading until now; then the controllers know the step.
   learned_at = engine.now()
-  groups = engine.collect_rest()
+  if scheduler.barrier:
+    groups = engine.collect_rest()
+    scheduler.observe(groups)
+    generated += groups
   late = engine.now() - learned_at
-  scheduler.observe(groups)
-  generated += groups
   metrics, lines = scheduler.close(step)
 
   recorder.rollouts(step, lines)
@@ -143,3 +152,17 @@ def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
     busy = (learned.get(f'time/{what}_s', 0.0) for what in _BUSY)
     learned['time/idle_s'] = took - sum(busy)
   return metrics | learned
+
+
+def _fill(engine, scheduler, step) -> list[Group]:
+  """A fill of the open pool: it ends as soon as useful groups fill the batch, and what is
+  sampled then is continued in the next. Returns the groups completed in it."""
+  engine.begin_fill(step, scheduler.begin_fill(step))
+  while True:
+    decision = engine.agree(lambda: scheduler.decide(step))
+    if isinstance(decision, Closing):
+      return scheduler.take(decision, step)
+    if decision is not None:
+      engine.feed(decision)
+      scheduler.fed(decision)
+    scheduler.report(*engine.advance(scheduler.tick))

@@ -5,13 +5,33 @@ are in, `left` are not. A `copy` may be offered more, to see what would be.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import copy
 import math
 
 from jaxrl_sched.control.quotas import roll, split
 from jaxrl_sched.control.sagc import Budget
 from jaxrl_sched.types import Group
+
+
+class Chosen:
+  """A batch of the open pool, whose closing has chosen its groups.
+
+  Args:
+    missing: groups that nobody gave. borrowed: those that other streams gave.
+  """
+
+  def __init__(
+    self, accepted: Sequence[Group] = (), *, missing: int = 0, borrowed: int = 0
+  ):
+    self.accepted, self.left = list(accepted), []
+    self.missing, self.borrowed = missing, borrowed
+
+  def lacking(self) -> dict[str, int]:
+    return {'': self.missing + self.borrowed}
+
+  def settle(self, *, last: bool) -> None:
+    pass
 
 
 class Quotas:

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl_sched.control import ledger
-from jaxrl_sched.control.filling import Pot, Quotas, Turns
+from jaxrl_sched.control.filling import Chosen, Pot, Quotas, Turns
 from jaxrl_sched.control.lengths import LengthPredictor
 from jaxrl_sched.control.opening import Terms
 from jaxrl_sched.control.sagc import SAGC
@@ -21,7 +21,7 @@ class OpenBatch:
   bundle: int
   version: int  # of the weights it is sampled with
   terms: Terms
-  filling: Quotas | Pot | Turns
+  filling: Quotas | Pot | Turns | Chosen
   allowed: dict[str, int]  # stream -> requests that there may still be
   round: int = 0
   asked: int = 0  # requests in the first round
@@ -115,8 +115,13 @@ class Learning:
       chances = [group.request.exceedance for group in seen]
       self._sagc.observe_groups(lengths, chances, step)
     elif self._sagc is not None:
-      passed = [group.passed for group in seen] if self._sagc.needs_passed else None
-      self._sagc.observe(lengths, batch.terms.size, step, passed=passed)
+      sizes = {group.request.size for group in seen} or {batch.terms.size}
+      for size in sorted(
+        sizes
+      ):  # groups in the pool keep the size they were asked with
+        some = [i for i, group in enumerate(seen) if group.request.size == size]
+        passed = [seen[i].passed for i in some] if self._sagc.needs_passed else None
+        self._sagc.observe([lengths[i] for i in some], size, step, passed=passed)
     if self._lengths is not None:
       some = [i for i, group in enumerate(seen) if group.size]
       prompts = [seen[i].request.prompt for i in some]

@@ -49,6 +49,7 @@ class Plan:
   pruned: int  # of them
   # Drawn together with this bundle: those of the next ones.
   ahead: tuple[tuple[Pick, ...], ...] = ()
+  engines: tuple[int, ...] = ()  # of each request, where all its answers have one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,54 @@ class Planner:
       when.draw,
     )
     return self._plan(when, queue, requests)
+
+  def feed(
+    self,
+    streams: Sequence[str],
+    size: int,
+    when: When,
+    assign: Callable[[Sequence[int], Sequence[float]], list[int]],
+  ) -> Plan:
+    """One group of each of these streams, in this order, perhaps none.
+
+    Args:
+      size: of a group; of a prompt of average risk, if each has its own.
+      assign: sizes and predicted lengths of groups -> the engine of each.
+    """
+    queues = {
+      stream: iter(self._ahead(stream, streams.count(stream), when))
+      for stream in dict.fromkeys(streams)
+    }
+    queue = []
+    for stream in streams:
+      for pick in queues[stream]:
+        queue.append(pick)
+        if self._has_a_place(pick):
+          break
+    asked = [pick for pick in queue if pick.weight > 0]
+    prompts, sizes, chances = [self._prompt(pick) for pick in asked], None, None
+    if self._sagc is not None and self._sagc.prompt_aware and asked:
+      chances = self._chances(prompts)
+      sizes = self._sagc.propose_sizes(when.step, chances)
+    sizes = [size] * len(asked) if sizes is None else list(sizes)
+    requests = self._requests(asked, prompts, sizes, chances, when.draw, when.part)
+    predicted = [request.predicted_length or 1.0 for request in requests]
+    engines = assign(sizes, predicted)
+    # A group's answers one after the other, those of the longest first.
+    order = sorted(range(len(requests)), key=lambda i: (-predicted[i], i))
+    spread = []
+    for engine in range(self._asp.engines):
+      mine = [i for i in order if engines[i] == engine]
+      spread.append(
+        Share(
+          requests=np.repeat(mine, [sizes[i] for i in mine]).astype(np.int32),
+          answers=np.concatenate(
+            [np.arange(sizes[i]) for i in mine] or [np.zeros(0)]
+          ).astype(np.int32),
+        )
+      )
+    plan = self._plan(when, queue, requests, spread=tuple(spread))
+    return dataclasses.replace(plan, engines=tuple(engines))
 
   # --- several bundles at once (3.6) ---
 
@@ -365,7 +414,13 @@ class Planner:
       group.request, round=0, relief=self._asp.relief, begun=group.completions
     )
 
-  def _plan(self, when: When, queue: Sequence[Pick], requests: list[Request]) -> Plan:
+  def _plan(
+    self,
+    when: When,
+    queue: Sequence[Pick],
+    requests: list[Request],
+    spread: tuple[Share, ...] | None = None,
+  ) -> Plan:
     """`requests` end with those of the picks in the queue that are not pruned."""
     visits: dict[str, list[tuple[int, int]]] = {}
     draws: dict[str, list[int | None]] = {}
@@ -379,7 +434,7 @@ class Planner:
       step=when.step,
       version=when.version,
       requests=requests,
-      shares=self._spread(requests),
+      shares=self._spread(requests) if spread is None else spread,
       visits=visits,
       draws=draws,
       visited=len(queue),

@@ -532,6 +532,10 @@ class Pool:
     return sorted(self._in_flight)
 
   @property
+  def answers_in_flight(self) -> int:
+    return sum(group.asked.size - group.ended for group in self._in_flight.values())
+
+  @property
   def waiting(self) -> list[int]:
     """Draws of complete groups that may be in a batch."""
     return sorted(draw for sizes in self._waiting.values() for draw in sizes)

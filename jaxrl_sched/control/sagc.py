@@ -126,6 +126,11 @@ class SAGC:
     """Whether `observe` is to be told which answers passed."""
     return self._utility == 'signal'
 
+  @property
+  def pools_steps(self) -> bool:
+    """Whether an event is one of a step's groups together."""
+    return self._mode in ('batch', 'any')
+
   def posterior(self, size: int) -> tuple[float, float]:
     """Beta (a, b) of the size's risk; with prompt_aware of q, the same for all."""
     i = 0 if self.prompt_aware else self._place(size)

@@ -55,6 +55,10 @@ class Scheduler:
     surplus: 'carry' or 'drop'; None: 'carry' without a lag, else 'drop'.
     quotas: False takes useful groups from whatever stream they come.
     borrow: fill what a stream could not give with surplus of others.
+    barrier: a batch waits for all that was asked for. False: see `OpenScheduler`, which
+      reads the next two.
+    grace: chunks between an event and the first decision that knows of it.
+    low_water: slots' worth of queued answers below which more is asked for.
     overlong_filter: truncated answers are not trained on (the learner's setting).
     sagc: group sizes, one a step or one a prompt.
     lengths: predicts lengths, for the log and for sizes of prompts.
@@ -81,6 +85,9 @@ class Scheduler:
     surplus: str | None = None,
     quotas: bool = True,
     borrow: bool = False,
+    barrier: bool = True,
+    grace: int = 4,
+    low_water: float = 1.0,
     overlong_filter: bool = False,
     sagc: SAGC | None = None,
     lengths: LengthPredictor | None = None,
@@ -107,7 +114,7 @@ class Scheduler:
       raise ValueError(f"scheduler.surplus: {surplus!r}, expected 'carry' or 'drop'")
     if borrow and not quotas:
       raise ValueError('scheduler.borrow: True, expected False without quotas')
-    if (asp.lag or asp.pause_after) and max_rounds > 1 and dynamic_sampling:
+    if barrier and (asp.lag or asp.pause_after) and max_rounds > 1 and dynamic_sampling:
       # Groups that pause would be asked for again, round after round, and pile up.
       raise ValueError(
         f'scheduler.max_rounds: {max_rounds}, expected 1 with asp.lag or asp.pause_after'
@@ -143,7 +150,8 @@ class Scheduler:
     )
     self._exhaustion = Exhaustion(source, groups_per_step)
     self._dynamic, self._carries = dynamic_sampling, surplus == 'carry'
-    self._borrow = borrow
+    self.barrier, self._grace, self._low_water = barrier, grace, low_water
+    self._borrow, self._quotas = borrow, quotas
     self._overlong_filter = overlong_filter
     self._max_rounds = max_rounds if dynamic_sampling else 1
     self._sagc, self._lengths = sagc, lengths
@@ -278,18 +286,22 @@ class Scheduler:
     if batch.terms.is_pot:
       visited = {stream: len(plan.visits.get(stream, ())) for stream in batch.allowed}
       self._opening.turns.take(visited, batch.terms.weights)
+    self._visit(plan)
+    for stream, draws in plan.draws.items() if batch.terms.by_turns else ():
+      # Under `fill` others have taken the places of those pruned.
+      fills = self._pruner is not None and self._pruner.fills
+      batch.filling.counts[stream] += len(draws) - fills * draws.count(None)
+    if batch.terms.by_turns:
+      self._opening.took(batch.terms, batch.filling.counts)
+
+  def _visit(self, plan: Plan) -> None:
+    """The prompts of a plan are drawn, or passed over."""
     for stream, visits in plan.visits.items():
       draws = plan.draws[stream]
       self._draw += len(draws) - draws.count(None)
       awake = self._source.take(stream, visits, draws)
       if self._pruner is not None:
         self._pruner.wake(stream, awake)
-      if batch.terms.by_turns:
-        # Under `fill` others have taken the places of those pruned.
-        fills = self._pruner is not None and self._pruner.fills
-        batch.filling.counts[stream] += len(draws) - fills * draws.count(None)
-    if batch.terms.by_turns:
-      self._opening.took(batch.terms, batch.filling.counts)
 
   def _opened(self, bundle: int, version: int) -> OpenBatch:
     """The batch of a bundle, which is begun if it has not been."""
@@ -336,6 +348,24 @@ class Scheduler:
     self._offer_first(batch)
     batch.paused += [group for group in groups if group.is_paused]
     groups = [group for group in groups if not group.is_paused]
+    kinds = self._learn_of(batch, groups)
+    for (stream, _), group, kind in zip(
+      self._locate(groups), groups, kinds, strict=True
+    ):
+      if group.size < min(2, group.request.size):
+        batch.settled.append(ledger.Entry(group, 'dropped', 'aborted'))
+      elif kind == 'useful' or not self._dynamic:
+        batch.filling.offer(stream, group)
+      else:
+        batch.settled.append(ledger.Entry(group, 'filtered', kind))
+    batch.filling.settle(last=False)
+
+  def _learn_of(self, batch: OpenBatch, groups: Sequence[Group]) -> list[str]:
+    """Whoever chooses prompts learns of these groups; they count as the batch's.
+
+    Returns:
+      The kind of each.
+    """
     kinds = ledger.kinds(groups)
     located = self._locate(groups)
     by_stream: dict[str, list[int]] = {}
@@ -352,14 +382,7 @@ class Scheduler:
     batch.places.extend(located)
     batch.useful.extend(kind == 'useful' for kind in kinds)
     batch.rates.extend(ledger.pass_rates(groups).tolist())
-    for (stream, _), group, kind in zip(located, groups, kinds, strict=True):
-      if group.size < min(2, group.request.size):
-        batch.settled.append(ledger.Entry(group, 'dropped', 'aborted'))
-      elif kind == 'useful' or not self._dynamic:
-        batch.filling.offer(stream, group)
-      else:
-        batch.settled.append(ledger.Entry(group, 'filtered', kind))
-    batch.filling.settle(last=False)
+    return kinds
 
   def _locate(self, groups: Sequence[Group]) -> list[tuple[str, int]]:
     return self._source.locate([group.request.prompt for group in groups])
@@ -415,7 +438,7 @@ class Scheduler:
     )
     self._learning.learn(batch, step)
     sampled = batch.seen + batch.paused
-    pending = self._carried + self._paused
+    pending = self._undecided()
     for other in self._open.values():  # their paused groups went on there
       pending += other.going_on
     metrics = ledger.count(sampled, batch.settled, pending)
@@ -446,8 +469,10 @@ class Scheduler:
 
   def pending(self) -> list[dict[str, Any]]:
     """A line for each group without a fate: what the end of a run leaves."""
-    left = self._carried + self._paused
-    return [ledger.line(ledger.Entry(group, 'pending')) for group in left]
+    return [ledger.line(ledger.Entry(group, 'pending')) for group in self._undecided()]
+
+  def _undecided(self) -> list[Group]:
+    return self._carried + self._paused
 
   # --- state, between two steps ---
 
