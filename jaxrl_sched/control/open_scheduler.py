@@ -162,6 +162,7 @@ class OpenScheduler(Scheduler):
     return metrics, lines
 
   def _undecided(self) -> list[Group]:
+    # Groups that decisions do not know of yet are in flight, whether or not graded.
     return [self._ready[draw] for draw in self._pool.waiting]
 
   # --- state, between two steps ---

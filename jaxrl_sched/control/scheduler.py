@@ -425,7 +425,7 @@ class Scheduler:
     )
     self._paused += batch.paused
     self._paused.sort(key=lambda group: group.request.draw)
-    if batch.terms.is_rolling:
+    if batch.terms.is_rolling and self.barrier:
       self._opening.took(batch.terms, batch.filling.counts)
     kinds = [
       (stream, group.request.size)
