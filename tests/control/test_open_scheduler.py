@@ -276,7 +276,9 @@ SETTINGS = {
   'one stream of all': lambda: dict(quotas=False),
   'no dynamic sampling': lambda: dict(dynamic_sampling=False),
   'sizes of prompts': lambda: dict(
-    sagc=SAGC(sizes=(2, 4, 8), start=4, prompt_aware=True, lambda_max=100.0),
+    sagc=SAGC(
+      (2, 4, 8), start=4, prompt_aware=True, lambda_max=99.0, delta=0.05, eta=2.0
+    ),
     lengths=LengthPredictor(SIZES, limit=LIMIT),
   ),
 }
