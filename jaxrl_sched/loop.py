@@ -46,10 +46,10 @@ def train(
     saved.
   """
   refused = 0
-  if not scheduler.barrier and scheduler.in_flight is not None:
+  if scheduler.is_open and scheduler.in_flight is not None:
     engine.resume(scheduler.in_flight)
   for step in range(engine.step, steps + 1):
-    if not scheduler.barrier:
+    if scheduler.is_open:
       scheduler.keep(engine.suspend())
     boundary = scheduler.freeze()
     try:
@@ -60,7 +60,7 @@ def train(
       is_saved = step > 0 and (step % save_every == 0 or is_last)
       # Bundles under way are a part of what is saved, with the tokens they have got; and
       # sampling them counts as the step's time, not as an evaluation's.
-      if scheduler.barrier and (is_judged or is_saved):
+      if not scheduler.is_open and (is_judged or is_saved):
         scheduler.keep(engine.drain(step + scheduler.lag))
       drained = engine.now() - began
       if is_judged:
@@ -82,7 +82,7 @@ def train(
       refused = _refused(refused, step, numbers, recorder)
     except Stopped:
       # Nothing of this step has changed the weights: a resume does it again.
-      if scheduler.barrier:
+      if not scheduler.is_open:
         scheduler.keep(engine.drain(step + scheduler.lag))
       recorder.flush()
       engine.save(boundary(), score=None)
@@ -114,9 +114,9 @@ def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
 
   # Sample until the batch is full of groups that can teach something. With a lag h
   # the bundle of step v + h gets on its way here, and that of step v has long been.
-  if not scheduler.barrier:
+  if scheduler.is_open:
     generated += _fill(engine, scheduler, step)
-  while scheduler.barrier:
+  while not scheduler.is_open:
     while plan := engine.agree(lambda: scheduler.plan(step)):
       scheduler.sent(plan)
       engine.submit(plan)
@@ -135,7 +135,7 @@ def _step(engine, scheduler, recorder, step, samples_of) -> dict[str, Any]:
 
   # Surplus may have been in grading until now; then the controllers know the step.
   learned_at = engine.now()
-  if scheduler.barrier:
+  if not scheduler.is_open:
     groups = engine.collect_rest()
     scheduler.observe(groups)
     generated += groups

@@ -1,10 +1,13 @@
-"""The scheduler of the open pool: batches that wait for no answer (`control/pool.py`).
+"""The scheduler over the pool (`control/pool.py`): batches that wait for no answer, or
+with a barrier for all that was asked for. Only three values differ between the two: when
+a fill is closed, how much is asked for, and how old what is trained on may be.
 
 `decide` changes nothing that a decision is made of; `fed`, `report` and `take` change
 state, and are called on every process with the same input.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import math
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,10 @@ import numpy as np
 from jaxrl_sched.control import ledger
 from jaxrl_sched.control.filling import Chosen
 from jaxrl_sched.control.learning import OpenBatch
+from jaxrl_sched.control.opening import CONFIDENCE
 from jaxrl_sched.control.planning import Plan, When
 from jaxrl_sched.control.pool import Asked, Closing, Pool
+from jaxrl_sched.control.quotas import requests_for
 from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.engine import InFlight, Report
 from jaxrl_sched.types import Group, Relief
@@ -31,15 +36,21 @@ class OpenScheduler(Scheduler):
     ValueError: something that needs a barrier is on.
   """
 
+  is_open = True
+
   def __init__(self, *args, chunk: int, **settings):
     super().__init__(*args, **settings)
     asp, sagc, pruner = self._asp, self._sagc, self._pruner
     for good, what in (
-      (asp.window == 1, f'asp.window={asp.window}'),
-      (asp.refill, 'asp.refill=False'),
-      (asp.relief == Relief(), 'relief for stragglers'),
-      (sagc is None or not sagc.pools_steps, "sagc.mode 'batch' or 'any'"),
-      (pruner is None or pruner.fills, "prune_prompts.regime='fixed_candidates'"),
+      ()
+      if self.barrier
+      else (
+        (asp.window == 1, f'asp.window={asp.window}'),
+        (asp.refill, 'asp.refill=False'),
+        (asp.relief == Relief(), 'relief for stragglers'),
+        (sagc is None or not sagc.pools_steps, "sagc.mode 'batch' or 'any'"),
+        (pruner is None or pruner.fills, "prune_prompts.regime='fixed_candidates'"),
+      )
     ):
       if not good:
         raise ValueError(f'scheduler.barrier: False, expected True with {what}')
@@ -51,9 +62,12 @@ class OpenScheduler(Scheduler):
       chunk=chunk,
       grace=self._grace,
       low_water=self._low_water,
+      barrier=self.barrier,
       borrow=self._borrow,
       by_stream=settings.get('quotas', True),
     )
+    # Of what waits: versions between sampling and training. None: no bound.
+    self._max_staleness = max(1, asp.lag) if self.barrier else None
     self._ready: dict[int, Group] = {}  # graded groups that are in no batch
     self._in_flight: InFlight | None = None  # at the last closing
 
@@ -61,8 +75,8 @@ class OpenScheduler(Scheduler):
 
   @property
   def tick(self) -> int:
-    """Decode steps at which the next decision takes effect."""
-    return self._pool.tick
+    """Decode steps that the next decision waits for."""
+    return self._pool.horizon
 
   def begin_fill(self, step: int) -> int:
     """Settles the terms of a batch. Returns the version of the weights to sample with."""
@@ -71,25 +85,52 @@ class OpenScheduler(Scheduler):
     self._source.begin(step, 0)  # shares are the pool's
     if self._sagc is not None:
       self._sagc.sent(step, terms.size)
-    self._open[step] = OpenBatch(step, version, terms, Chosen(), {})
+    allowed = {}
+    if self.barrier:
+      quotas = self._pool.usual(self._source.weights(step), terms.size)
+      allowed = self._exhaustion.allowance(
+        {stream: quotas.count(stream) for stream in self._source.sizes}
+      )
+    self._open[step] = OpenBatch(step, version, terms, Chosen(), allowed)
     self._next = step + 1
     return version
 
   def decide(self, step: int) -> Plan | Closing | None:
-    """What takes effect at `tick`: the end of the fill, or a plan, perhaps an empty one.
-    None: it is not known yet."""
-    weights, terms = self._source.weights(step), self._open[step].terms
-    closing = self._pool.closing(weights)
+    """What takes effect next: the end of the fill, or a plan, perhaps an empty one. None:
+    it is not known yet."""
+    batch, weights = self._open[step], self._source.weights(step)
+    is_last = self.barrier and batch.round >= self._max_rounds
+    closing = self._pool.closing(weights, is_last=is_last)
     if closing is None or closing:
       return closing
-    streams = self._pool.wanted(weights, self._acceptance, terms.size)
-    when = When(
-      step=step,
-      version=self._open[step].version,
-      part=self._open[step].round,
-      draw=self._draw,
+    size, when = batch.terms.size, self._when(batch)
+    if not self.barrier:
+      streams = self._pool.wanted(weights, self._acceptance, size)
+      return self._planner.feed(streams, size, when, self._pool.assign)
+    streams = self._missing(batch, weights)
+    if not streams:
+      return self._pool.closing(weights, is_last=True)
+    return self._planner.feed(streams, size, when, self._pool.assign)
+
+  def _when(self, batch: OpenBatch) -> When:
+    return When(
+      step=batch.bundle, version=batch.version, part=batch.round, draw=self._draw
     )
-    return self._planner.feed(streams, terms.size, when, self._pool.assign)
+
+  def _missing(self, batch: OpenBatch, weights: Mapping[str, float]) -> list[str]:
+    """The streams of the groups of a round: as many as should bring what the batch lacks
+    in 95 of 100 cases, and no more than are allowed."""
+    size, streams = batch.terms.size, []
+    for stream, rollouts in self._pool.missing(weights).items():
+      count = math.ceil(rollouts / size - 1e-9)
+      if self._dynamic:
+        count = requests_for(count, self._acceptance(stream, size), CONFIDENCE)
+      if self._quotas:
+        streams += [stream] * min(count, batch.allowed.get(stream, 0))
+      else:
+        count = min(count, sum(batch.allowed.values()))
+        streams = self._pool.turns(weights, count, size)
+    return streams
 
   def _acceptance(self, stream: str, size: int) -> float:
     if not self._dynamic:
@@ -106,6 +147,8 @@ class OpenScheduler(Scheduler):
       batch.pruned += plan.pruned
       self._visit(plan)
       located = self._source.locate([request.prompt for request in plan.requests])
+      for stream, _ in located if self.barrier else ():
+        batch.allowed[stream] = max(0, batch.allowed[stream] - 1)
       self._pool.ask(
         Asked(
           draw=request.draw,
@@ -151,7 +194,18 @@ class OpenScheduler(Scheduler):
       if group.size < min(2, group.request.size):
         reason = ('dropped', 'aborted')
       batch.settled.append(ledger.Entry(group, *reason))
+    if self._max_staleness is not None:
+      self._drop_stale(batch, step + 1)
     return groups
+
+  def _drop_stale(self, batch: OpenBatch, step: int) -> None:
+    """What waits and would be too old in this step is not trained on."""
+    waiting = [self._ready[draw] for draw in self._pool.waiting]
+    stale = [g for g in waiting if step - _oldest(g) > self._max_staleness]
+    self._pool.drop(group.request.draw for group in stale)
+    for group in stale:
+      del self._ready[group.request.draw]
+      batch.settled.append(ledger.Entry(group, 'dropped', 'stale'))
 
   def asked(self, step: int) -> int:
     return len(self._open[step].seen)
@@ -215,6 +269,11 @@ class OpenScheduler(Scheduler):
         running=_keys(found['running']),
         queued=_keys(found['queued']),
       )
+
+
+def _oldest(group: Group) -> int:
+  """The version of its oldest token."""
+  return min(int(c.versions[0]) for c in group.completions if len(c.tokens))
 
 
 def _packed(in_flight: InFlight) -> dict[str, Any]:

@@ -337,10 +337,13 @@ class Pool:
     return False if lacking else batch
 
   def missing(self, weights: Mapping[str, float]) -> dict[str, float]:
-    """Stream -> rollouts that the batch still lacks of it, as far as is known."""
+    """Stream -> rollouts that the batch still lacks of it, as far as is known; of all as
+    one, under '', where groups are taken from whatever stream they come."""
     if self._by_stream:
       self._shares.set_weights(weights)
-    return self._compose(self._quotas(weights), set())[1]
+    quotas = self._quotas(weights)
+    lacking = self._compose(quotas, set())[1]
+    return {s: lacking[s] for s in (*self._waiting, '') if s in lacking}
 
   def _quotas(self, weights: Mapping[str, float]) -> dict[str, float]:
     """Stream -> rollouts of it in a usual batch, of streams with a weight."""
@@ -473,23 +476,18 @@ class Pool:
       if stream in in_hand:
         in_hand[stream] += n * acceptance(stream, n)
     rate = {stream: acceptance(stream, size) for stream in quotas}
-    shares = self._shares.copy()
+    count = math.ceil(sum(max(0, n) for n in short) / size)
     if not self._by_stream:
-      shares.set_weights(weights)
+      return self.turns(weights, count, size)
 
     def rank(stream: str) -> tuple[bool, float]:
       batches = round(in_hand[stream] / quotas[stream], 9)  # a tie on paper is one here
       return self._is_at_bound(stream, quotas), batches
 
     streams = []
-    for _ in range(math.ceil(sum(max(0, n) for n in short) / size)):
-      if self._by_stream:
-        stream = min(quotas, key=rank)
-        in_hand[stream] += size * rate[stream]
-      else:
-        stream = shares.next(dict.fromkeys(quotas, size))
-        shares.take(stream, size)
-      streams.append(stream)
+    for _ in range(count):
+      streams.append(min(quotas, key=rank))
+      in_hand[streams[-1]] += size * rate[streams[-1]]
     return streams
 
   def _short(self, engine: int) -> int:
@@ -522,9 +520,30 @@ class Pool:
       if not self._by_stream:
         self._shares.take(asked.stream, asked.size)
 
+  def turns(self, weights: Mapping[str, float], count: int, size: int) -> list[str]:
+    """The streams of so many groups of this size, by weight, after those before."""
+    shares = self._shares.copy()
+    shares.set_weights(weights)
+    streams = []
+    for _ in range(count):
+      streams.append(shares.next(dict.fromkeys(weights, float(size))))
+      shares.take(streams[-1], size)
+    return streams
+
+  def usual(self, weights: Mapping[str, float], size: int) -> list[str]:
+    """The streams of a whole batch of groups of this size."""
+    return self.turns(weights, math.ceil(self._rollouts / size), size)
+
   def proceed(self) -> None:
     """To the next multiple of the chunk."""
-    self.tick += self._chunk
+    if not self._barrier:
+      self.tick += self._chunk
+
+  @property
+  def horizon(self) -> int:
+    """Decode steps that engines are to have done before the next decision; with a
+    barrier a chunk more than they have."""
+    return max(self._reported) + self._chunk if self._barrier else self.tick
 
   @property
   def in_flight(self) -> list[int]:

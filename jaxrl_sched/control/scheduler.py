@@ -72,6 +72,8 @@ class Scheduler:
     seed: of the order of bundles that are planned together.
   """
 
+  is_open = False  # whether groups come from the pool
+
   def __init__(
     self,
     source: Source,
@@ -425,7 +427,7 @@ class Scheduler:
     )
     self._paused += batch.paused
     self._paused.sort(key=lambda group: group.request.draw)
-    if batch.terms.is_rolling and self.barrier:
+    if batch.terms.is_rolling and not self.is_open:
       self._opening.took(batch.terms, batch.filling.counts)
     kinds = [
       (stream, group.request.size)

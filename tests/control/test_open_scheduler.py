@@ -13,6 +13,7 @@ from jaxrl_sched.control.lengths import LengthPredictor
 from jaxrl_sched.control.open_scheduler import OpenScheduler
 from jaxrl_sched.control.pool import EngineClock
 from jaxrl_sched.control.sagc import SAGC
+from jaxrl_sched.control.scheduler import Scheduler
 from jaxrl_sched.control.snooze import Snooze
 from jaxrl_sched.control.source import Source
 from jaxrl_sched.engine import InFlight, Report, Stopped
@@ -140,6 +141,14 @@ class PaperEngine:
       faults=(None,) * request.size,
     )
 
+  @classmethod
+  def of_one(cls, request, version):
+    """The group of a request, all of it of one version."""
+    engine, draw = cls(), request.draw
+    for k in range(request.size):
+      engine._segments[draw, k] = [(length_of(draw, k), version)]
+    return engine._group(request)
+
   def suspend(self):
     for clock in self.clocks:
       clock.compact()
@@ -230,19 +239,15 @@ class Book:
     pass
 
 
-def make(**settings):
+def make(of=OpenScheduler, **settings):
   asp = settings.pop('asp', Asp(engines=2))
   weights = settings.pop('weights', {'a': 2.0, 'b': 1.0})
   snooze = Snooze(SIZES, weights, settings.pop('factor', 2.0), seed=3)
-  settings = dict(groups_per_step=12, group_size=4, chunk=2, slots=8) | settings
-  return OpenScheduler(
-    Source(snooze),
-    prompt_of,
-    Sampling(max_new_tokens=LIMIT),
-    asp=asp,
-    barrier=False,
-    **settings,
-  )
+  settings = dict(groups_per_step=12, group_size=4, slots=8, barrier=False) | settings
+  if of is OpenScheduler:
+    settings['chunk'] = 2
+  sampling = Sampling(max_new_tokens=LIMIT)
+  return of(Source(snooze), prompt_of, sampling, asp=asp, **settings)
 
 
 def train(engine, scheduler, *, steps=8, save_every=100, book=None):
@@ -260,7 +265,7 @@ def train(engine, scheduler, *, steps=8, save_every=100, book=None):
 
 
 def everything():
-  """All controllers that go with the pool."""
+  """Many controllers at once."""
   return dict(
     sagc=SAGC(sizes=(2, 4, 8), start=4),
     lengths=LengthPredictor(SIZES, limit=LIMIT),
@@ -411,3 +416,85 @@ def test_what_was_asked_for_has_a_line_or_is_in_flight():
   assert asked == lines | in_flight and not lines & in_flight
   # What engines hold is in flight; the rest of it is graded, but not known of yet.
   assert {r.draw for r in scheduler.in_flight.requests} <= in_flight
+
+
+# --- with a barrier ---
+
+BARRIER = {
+  'two streams': dict,
+  'one stream': lambda: dict(weights={'a': 1.0, 'b': 0.0}),
+  'long sleeps': lambda: dict(factor=5.0),
+  'no dynamic sampling': lambda: dict(dynamic_sampling=False),
+  'sagc': lambda: dict(sagc=SAGC((2, 4, 8), start=4)),
+  'dppo': lambda: dict(
+    prompt_pruner=PromptPruner(SIZES, rate=0.3, regime='fill', steps=8),
+    answer_pruner=AnswerPruner(rate=0.3, steps=8, seed=0),
+  ),
+  'fixed candidates': lambda: dict(
+    dynamic_sampling=False,
+    prompt_pruner=PromptPruner(SIZES, rate=0.3, regime='fixed_candidates', steps=8),
+  ),
+  'two rounds': lambda: dict(max_rounds=2),
+}
+
+
+class Decisions(PaperEngine):
+  """Writes down what is asked for."""
+
+  def __init__(self):
+    super().__init__(engines=1)
+    self.rounds = []
+
+  def begin_fill(self, fill, version):
+    super().begin_fill(fill, version)
+    self.rounds.append([])
+
+  def feed(self, plan):
+    super().feed(plan)
+    self.rounds[-1].append([(r.draw, r.prompt.id, r.size) for r in plan.requests])
+
+
+def of_rounds(steps, **settings):
+  """What `Scheduler` decides, which knows no pool."""
+  s, found = make(of=Scheduler, asp=Asp(), barrier=True, **settings), []
+  for step in range(steps):
+    rounds = []
+    while plan := s.plan(step):
+      s.sent(plan)
+      rounds.append([(r.draw, r.prompt.id, r.size) for r in plan.requests])
+      s.observe([PaperEngine.of_one(r, step) for r in plan.requests])
+    lesson = s.take_batch(step)
+    metrics, _ = s.close(step)
+    found.append((rounds, sorted(g.request.draw for g in lesson.groups), metrics))
+  return found
+
+
+@pytest.mark.parametrize('name', BARRIER)
+def test_with_a_barrier_decisions_are_those_of_rounds(name):
+  engine, steps = Decisions(), 8
+  book = train(engine, make(asp=Asp(), barrier=True, **BARRIER[name]()), steps=steps)
+  for step, (rounds, draws, metrics) in enumerate(of_rounds(steps, **BARRIER[name]())):
+    assert engine.rounds[step] == rounds
+    assert [g.request.draw for g in engine._batches[step].groups] == draws
+    assert metrics.items() <= book.metrics[step].items()
+
+
+def test_with_a_barrier_no_answer_has_two_versions_and_nothing_is_in_flight():
+  engine = PaperEngine()
+  book = train(engine, make(asp=Asp(engines=2, lag=1), barrier=True), steps=6)
+  for step, batch in enumerate(engine._batches):
+    for group in batch.groups:
+      assert {v for c in group.completions for v in c.versions} == {max(0, step - 1)}
+    assert book.metrics[step]['rollout/answers_in_flight'] == 0
+
+
+@pytest.mark.parametrize('stop', [1, 5, 30])
+def test_with_a_barrier_a_stop_changes_nothing(stop):
+  whole = train(PaperEngine(), make(barrier=True))
+  engine, book = PaperEngine(stop=stop, late=random.Random(stop)), Book()
+  train(engine, make(barrier=True), book=book)
+  again, scheduler = PaperEngine(), make(barrier=True)
+  again.step = engine.step
+  scheduler.load_state_dict(engine.saved[engine.step])
+  train(again, scheduler, book=book)
+  assert seen(book) == seen(whole)
