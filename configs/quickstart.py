@@ -5,7 +5,7 @@
 Needs:  two CPU cores, 2 GiB of memory.
 Time:   a minute, 0.4 to 2 s a step (two cores of an AMD EPYC).
 Score:  held-out pass@1 at temperature 1, 256 prompts, 2 samples each: 0.33 to 0.38
-        before, 0.986 to 0.998 after, seeds 0 to 2 (tests/bench/learning.py).
+        before, 0.986 to 0.996 after, seeds 0 to 2 (tests/bench/learning.py).
 Source: arXiv 2503.14476 for clip-higher, token mean and dynamic sampling; the rest is
         ours. `:think` and `:mix` make the starting weights (launch/warm_start.sh).
 """
