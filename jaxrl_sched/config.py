@@ -505,6 +505,7 @@ def _assemble(
     seed=run.c['seed'],
   )
   is_global = run.sampler.mesh == 'global'
+  continues = run.c['asp']['pause_after'] or not run.c['scheduler']['barrier']
   return DeviceEngine(
     samplers=samplers,
     handover=Handover(
@@ -520,7 +521,7 @@ def _assemble(
     checkpoints=checkpoints,
     max_new_tokens=run.sampling.max_new_tokens,
     lag=run.c['asp']['lag'],
-    longest_part=run.sampling.max_new_tokens if run.c['asp']['pause_after'] else 0,
+    longest_part=run.sampling.max_new_tokens if continues else 0,
     window=run.learner.window,
     share_prompt=run.learner.share_prompt,
     overlong=run.c['overlong'],

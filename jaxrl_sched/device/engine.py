@@ -18,11 +18,12 @@ from jaxrl_sched.device.handover import Handover
 from jaxrl_sched.device.lanes import busy_within
 from jaxrl_sched.device.learner import Learner
 from jaxrl_sched.device.marking import Marking
+from jaxrl_sched.device.open_pool import OpenPool
 from jaxrl_sched.device.references import References
 from jaxrl_sched.device.rounds import Rounds
 from jaxrl_sched.device.sampler import Sampler
 from jaxrl_sched.device.tokenizers import answer_text
-from jaxrl_sched.engine import Span
+from jaxrl_sched.engine import InFlight, Report, Span
 from jaxrl_sched.host import packing
 from jaxrl_sched.host.advantages import nothing_to_learn
 from jaxrl_sched.host.grading import GradingPool
@@ -106,6 +107,13 @@ class DeviceEngine:
       stopping=stopping,
       progress=lambda text: self.progress(text),
     )
+    self._pool = OpenPool(
+      self._samplers,
+      self._marking,
+      stopping=stopping,
+      progress=lambda text: self.progress(text),
+    )
+    self._filling: tuple[int, float] | None = None  # a fill, and when it began
     self._has_teacher = teacher is not None
     self._compiled = CompileCounter()
     self._since = time.perf_counter()  # when the newest update was done
@@ -170,6 +178,25 @@ class DeviceEngine:
     found = self._rounds.drain(before)
     return {bundle: list(map(self._shape, groups)) for bundle, groups in found.items()}
 
+  # Of the open pool.
+
+  def begin_fill(self, fill: int, version: int) -> None:
+    self._filling = fill, time.perf_counter()
+    self._pool.begin_fill(version)
+
+  def feed(self, plan: Plan) -> None:
+    self._pool.feed(plan)
+
+  def advance(self, tick: int) -> tuple[list[Report], list[Group]]:
+    reports, groups = self._pool.advance(tick)
+    return reports, list(map(self._shape, groups))
+
+  def suspend(self) -> InFlight:
+    return self._pool.suspend()
+
+  def resume(self, in_flight: InFlight) -> None:
+    self._pool.resume(in_flight)
+
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     began = time.perf_counter()
     try:
@@ -191,6 +218,9 @@ class DeviceEngine:
 
   def learn(self, lesson: Lesson) -> dict[str, Any]:
     began = time.perf_counter()
+    if self._filling is not None:
+      self._rounds.book(*self._filling, began, self._pool.slot_steps())
+      self._filling = None
     loss, groups, advantages = self._learner.loss, lesson.groups, lesson.advantages
     batches = []
     why = nothing_to_learn(
@@ -292,7 +322,7 @@ class DeviceEngine:
 
   def _publish(self) -> None:
     """Brings the weights of this step to the samplers, once."""
-    oldest = min([*self._rounds.versions(), self.step])
+    oldest = min([*self._rounds.versions(), max(0, self.step - self._lag)])
     for sampler in self._samplers:  # first, so that no more are held than have to be
       sampler.forget(oldest)
     ready = self._handover(self._learner.parameters)

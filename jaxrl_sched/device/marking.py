@@ -1,6 +1,6 @@
 """From answers to groups: the verifiers' words on what has been sampled."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 import contextlib
 import sys
 import time
@@ -43,6 +43,43 @@ class Marking:
     if completion.finish != 'aborted':
       text = self._text_of(completion, request.sampling)
       self._grader.submit((completion.draw, completion.answer), text, request.prompt)
+
+  # Of the open pool, whose answers are graded apart from those of an evaluation.
+
+  def start(self, request: Request, completion: Completion) -> None:
+    """To be called with each answer of the pool as it ends."""
+    text = self._text_of(completion, request.sampling)
+    self._grader.submit(('pool', *_key(completion)), text, request.prompt)
+
+  def finished(
+    self, keys: Collection[Key], wait: Callable[[], Any] | None = None
+  ) -> dict[Key, Grade]:
+    """Grades of the pool that are there.
+
+    Args:
+      wait: if given, until there is one at least; called several times a second.
+    """
+    if wait is None:
+      found = self._grader.take([('pool', *key) for key in keys])
+    else:
+      began = time.perf_counter()
+      found = self._grader.collect(
+        [('pool', *key) for key in keys], while_waiting=wait, enough=bool
+      )
+      self._seconds += time.perf_counter() - began
+    return {key[1:]: grade for key, grade in found.items()}
+
+  def group(
+    self,
+    request: Request,
+    completions: Sequence[Completion],
+    grades: Sequence[Grade],
+    gone: tuple[int, ...],
+  ) -> Group:
+    """A group all of whose answers are graded. Raises where a verifier never works."""
+    self._check(grades)
+    self._warn(request, grades)
+    return group_of(request, completions, grades, gone)
 
   def begin(self, job: Job, everything: Part) -> None:
     """All of a round has ended: puts each request's answers together."""
@@ -155,22 +192,29 @@ def _graded(job: Job, grades: dict[Key, Grade]) -> list[Group]:
       ]
     if None in found:
       break
-    verdicts = np.array([g.score for g in found], np.float32)
-    groups.append(
-      Group(
-        request=request,
-        completions=tuple(completions),
-        verdicts=verdicts,
-        rewards=verdicts,
-        faults=tuple(g.fault for g in found),
-        components={
-          reward.name: np.array([g.components[i] for g in found], np.float32)
-          for i, reward in enumerate(prompt.rewards)
-        },
-        spares=gone,
-      )
-    )
+    groups.append(group_of(request, completions, found, gone))
   return groups
+
+
+def group_of(
+  request: Request,
+  completions: Sequence[Completion],
+  grades: Sequence[Grade],  # one a completion
+  gone: tuple[int, ...],  # tokens of each answer that is not kept
+) -> Group:
+  verdicts = np.array([grade.score for grade in grades], np.float32)
+  return Group(
+    request=request,
+    completions=tuple(completions),
+    verdicts=verdicts,
+    rewards=verdicts,
+    faults=tuple(grade.fault for grade in grades),
+    components={
+      reward.name: np.array([g.components[i] for g in grades], np.float32)
+      for i, reward in enumerate(request.prompt.rewards)
+    },
+    spares=gone,
+  )
 
 
 def _lowest(prompt: Prompt, fault: str | None) -> Grade:

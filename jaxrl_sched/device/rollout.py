@@ -230,20 +230,17 @@ class Rollout:
     grown, touched, gone = [], {}, np.zeros(self._slots.count, bool)
     spoilt = np.zeros_like(gone)
     for slot, answer in sorted(self._running.items()):
-      new = int(made[slot]) - len(answer.tokens)
-      answer.tokens.extend(tokens[:new, slot].tolist())
-      answer.logps.extend(logps[:new, slot])
-      spoilt[slot] = is_spoilt = not math.isfinite(answer.logps[-1])
+      new, spoilt[slot] = extend(answer, slot, tokens, logps, made)
       grown.append(new)
       touched[answer.place] = None
-      if is_spoilt:
-        del answer.tokens[-1], answer.logps[-1]
-      finish, alive = self._finish(answer, is_spoilt)
+      finish, alive = finish_of(
+        answer, spoilt[slot], self._slots.chunk, self._detokenize
+      )
       race = self._races[answer.place]
       race.open[answer.answer] = len(answer.tokens)
       if finish is not None:
         gone[slot] = alive
-        self._end(answer.place, self._completion(answer, finish))
+        self._end(answer.place, completion_of(answer, finish, self._version))
         self._release(slot)
     self._steps, self._busy = self._steps + max(grown), self._busy + sum(grown)
     for place in touched:
@@ -254,51 +251,6 @@ class Rollout:
     if spoilt.any():
       self._slots.wipe(spoilt)
     return list(touched)
-
-  def _finish(self, answer: Answer, is_spoilt: bool) -> tuple[str | None, bool]:
-    """How the answer ended, if it has, and whether its slot does not know of it."""
-    s, finish = answer.request.sampling, None
-    if is_spoilt:
-      finish = 'aborted'
-    elif answer.tokens[-1] in s.stop_ids:
-      finish = 'stop'
-    elif len(answer.tokens) >= answer.limit:
-      finish = 'length' if answer.limit == s.max_new_tokens else 'paused'
-    if s.stop_strings and (end := self._string_end(answer)) is not None:
-      del answer.tokens[end:], answer.logps[end:]
-      return 'stop', finish is None
-    return finish, False
-
-  def _string_end(self, answer: Answer) -> int | None:
-    """Tokens up to and with the one that completes a stop string; None: none does."""
-    strings = answer.request.sampling.stop_strings
-    least = max(1, answer.request.sampling.min_new_tokens)
-    made = len(answer.tokens)
-
-    def has(count):
-      text = self._detokenize(answer.tokens[:count])
-      return any(s in text for s in strings)
-
-    if made < least or not has(made):
-      return None
-    new = range(max(least, made - self._slots.chunk + 1), made + 1)
-    return next(count for count in new if has(count))
-
-  def _completion(self, answer: Answer, finish: str) -> Completion:
-    begun, version, earlier = answer.begun, self._version, ()
-    if begun is not None and len(answer.tokens) == answer.start:  # nothing was added
-      version, earlier = begun.version, begun.earlier
-    elif begun is not None:
-      earlier = relief.versions_before(begun, version)
-    return Completion(
-      draw=answer.request.draw,
-      answer=answer.answer,
-      tokens=np.array(answer.tokens, np.int32),
-      logps=np.array(answer.logps, np.float32),
-      finish=finish,
-      version=version,
-      earlier=earlier,
-    )
 
   def _end(self, place: int, completion: Completion) -> None:
     k = completion.answer
@@ -349,3 +301,80 @@ class Rollout:
     }
     self.busy, self.slot_steps = self._busy, self._steps * self._slots.count
     self._weights, self.done = None, True
+
+
+def extend(
+  answer: Answer, slot: int, tokens: np.ndarray, logps: np.ndarray, made: np.ndarray
+) -> tuple[int, bool]:
+  """Gives an answer what its slot has made in a chunk; arguments as `Slots.read` has it.
+
+  Returns:
+    How many tokens, and whether the last was not a number's: it is taken off again.
+  """
+  new = int(made[slot]) - len(answer.tokens)
+  answer.tokens.extend(tokens[:new, slot].tolist())
+  answer.logps.extend(logps[:new, slot])
+  is_spoilt = not math.isfinite(answer.logps[-1])
+  if is_spoilt:
+    del answer.tokens[-1], answer.logps[-1]
+  return new, is_spoilt
+
+
+def finish_of(
+  answer: Answer,
+  is_spoilt: bool,
+  chunk: int,
+  detokenize: Callable[[Sequence[int]], str] | None,
+) -> tuple[str | None, bool]:
+  """How the answer ended, if it has, and whether its slot does not know of it.
+
+  Args:
+    chunk: of its last tokens, those among which a stop string may have ended.
+  """
+  s, finish = answer.request.sampling, None
+  if is_spoilt:
+    finish = 'aborted'
+  elif answer.tokens[-1] in s.stop_ids:
+    finish = 'stop'
+  elif len(answer.tokens) >= answer.limit:
+    finish = 'length' if answer.limit == s.max_new_tokens else 'paused'
+  if s.stop_strings and (end := _string_end(answer, chunk, detokenize)) is not None:
+    del answer.tokens[end:], answer.logps[end:]
+    return 'stop', finish is None
+  return finish, False
+
+
+def _string_end(
+  answer: Answer, chunk: int, detokenize: Callable[[Sequence[int]], str]
+) -> int | None:
+  """Tokens up to and with the one that completes a stop string; None: none does."""
+  strings = answer.request.sampling.stop_strings
+  least = max(1, answer.request.sampling.min_new_tokens)
+  made = len(answer.tokens)
+
+  def has(count):
+    text = detokenize(answer.tokens[:count])
+    return any(s in text for s in strings)
+
+  if made < least or not has(made):
+    return None
+  new = range(max(least, made - chunk + 1), made + 1)
+  return next(count for count in new if has(count))
+
+
+def completion_of(answer: Answer, finish: str, version: int) -> Completion:
+  """What there is of an answer, whose newest tokens are of this version."""
+  begun, earlier = answer.begun, ()
+  if begun is not None and len(answer.tokens) == answer.start:  # nothing was added
+    version, earlier = begun.version, begun.earlier
+  elif begun is not None:
+    earlier = relief.versions_before(begun, version)
+  return Completion(
+    draw=answer.request.draw,
+    answer=answer.answer,
+    tokens=np.array(answer.tokens, np.int32),
+    logps=np.array(answer.logps, np.float32),
+    finish=finish,
+    version=version,
+    earlier=earlier,
+  )

@@ -15,7 +15,7 @@ from jaxrl_sched.device.lanes import EVALUATION, Job, Lane, Part, advance_one
 from jaxrl_sched.device.marking import Marking
 from jaxrl_sched.device.references import References
 from jaxrl_sched.device.sampler import Sampler
-from jaxrl_sched.engine import Stopped
+from jaxrl_sched.engine import Span, Stopped
 from jaxrl_sched.types import Group, Request, Share
 
 LOOK_EVERY = 32  # chunks between looks at whether to stop, where all have to agree
@@ -82,6 +82,14 @@ class Rounds:
   def take_numbers(self, bundle: int) -> tuple[float, list[int]]:
     """Seconds of sampling a bundle, and its slot-steps."""
     return self._seconds.pop(bundle, 0.0), self.slot_steps.pop(bundle, [0, 0])
+
+  def book(
+    self, fill: int, began: float, ended: float, slot_steps: tuple[int, int]
+  ) -> None:
+    """A fill of the open pool is over, which took these engines so long."""
+    self._seconds[fill], self.slot_steps[fill] = ended - began, list(slot_steps)
+    for lane in self.lanes:
+      lane.spans.append(Span(lane.name, 'generate', fill, began, ended))
 
   def agree(self, make: Callable[[], Any], name: str) -> Any:
     """`make()` of process 0. Raises Stopped on all where one is to stop."""

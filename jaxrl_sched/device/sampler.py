@@ -13,6 +13,7 @@ import numpy as np
 from jaxrl_sched.device import mesh as meshes
 from jaxrl_sched.device import model as model_lib
 from jaxrl_sched.device.model import ModelConfig
+from jaxrl_sched.device.open_rollout import OpenRollout
 from jaxrl_sched.device.rollout import Rollout
 from jaxrl_sched.device.slots import MAX_STOP_IDS, Programs, Slots
 from jaxrl_sched.host import relief
@@ -145,7 +146,7 @@ class Sampler:
       )
     draws = set()
     for request in requests:
-      self._check(request)
+      self.check(request)
       if request.draw in draws:  # they would share noise, and one answer would be lost
         raise ValueError(
           f'prompt {request.prompt.id!r}: draw {request.draw} is asked for twice'
@@ -161,6 +162,14 @@ class Sampler:
       on_finish=on_finish,
     )
     return self._rollout
+
+  def open_rollout(self) -> OpenRollout:
+    """An engine of the open pool on these slots, which are its own during a fill."""
+    return OpenRollout(self._slots, detokenize=self.detokenize)
+
+  def weights(self, version: int):
+    """Those of a version that is held."""
+    return self._weights[version]
 
   def generate(
     self,
@@ -193,7 +202,8 @@ class Sampler:
     order = sorted(rollout.completions, key=lambda key: (place[key[0]], key[1]))
     return [rollout.completions[key] for key in order]
 
-  def _check(self, request: Request) -> None:
+  def check(self, request: Request) -> None:
+    """Raises ValueError, naming the prompt, for what cannot be sampled."""
     name, s = f'prompt {request.prompt.id!r}', request.sampling
     prompt = len(request.prompt.tokens)
     if s.max_new_tokens < 1:

@@ -177,6 +177,15 @@ class GradingPool:
     self._queue.extend(tasks)
     self._wake()
 
+  def take(self, keys: Iterable[Hashable]) -> dict[Hashable, Grade]:
+    """Those of these grades that are there; waits for none."""
+    with self._changed:
+      self._raise_if_ended()
+      there = {key: self._grades.pop(key) for key in keys if key in self._grades}
+      for key in there:
+        del self._keys[key]
+    return there
+
   def collect(
     self,
     keys: Iterable[Hashable] | None = None,
@@ -208,10 +217,7 @@ class GradingPool:
         break
     with self._changed:
       self._wanted = set()
-      there = {k: self._grades.pop(k) for k in keys if k in self._grades}
-      for key in there:
-        del self._keys[key]
-    return there
+    return self.take(keys)
 
   def close(self) -> None:
     """Ends every worker, also in the middle of an answer. May be called twice."""
