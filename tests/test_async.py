@@ -129,7 +129,6 @@ def test_sigterm_finishes_what_is_under_way_and_saves(lagging, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize('lagging', [2], indirect=True)  # more is under way
 def test_delays_change_nothing(lagging, tmp_path):
   """3.11, test 7: whoever is late, batches, metrics and weights are the same."""

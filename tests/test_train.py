@@ -146,8 +146,6 @@ def test_sampler_and_learner_agree(undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.slow
 def test_every_group_has_a_fate(undisturbed):
   """Promise 9."""
   workdir, _ = undisturbed
