@@ -112,12 +112,16 @@ class Engine(Protocol):
       Stopped: the run was asked to stop.
     """
 
-  def suspend(self) -> InFlight:
-    """Ends the fill: what is in flight, at the tick where all engines are."""
+  def suspend(self) -> Callable[[], InFlight]:
+    """Ends the fill.
+
+    Returns:
+      What is in flight, at the tick where all engines are, to be called by all processes
+      or by none; at any time later it gives what was in flight then.
+    """
 
   def resume(self, in_flight: InFlight) -> None:
-    """Takes up what `suspend` gave, in this process or in another; all else that was in
-    flight is forgotten."""
+    """Takes up what another process has kept, before anything is asked for."""
 
   def evaluate(self, requests: Sequence[Request]) -> list[Group]:
     """Samples and grades at once, without shaping; in the order given."""

@@ -46,8 +46,8 @@ def train(
     saved.
   """
   refused = 0
-  if scheduler.is_open and scheduler.in_flight is not None:
-    engine.resume(scheduler.in_flight)
+  if scheduler.is_open and scheduler.resumed is not None:
+    engine.resume(scheduler.resumed)
   for step in range(engine.step, steps + 1):
     if scheduler.is_open:
       scheduler.keep(engine.suspend())

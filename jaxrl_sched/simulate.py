@@ -96,6 +96,7 @@ def simulate(
     kl_coef=c['loss']['kl_coef'],
     shares_devices=c['sampler_mesh'] is None,
     share_prompt=c['learner']['share_prompt'],
+    grace=c['scheduler']['grace'],
     **(_packing(c['learner']) if costs.learn_batch else {}),
   )
   if book is None:

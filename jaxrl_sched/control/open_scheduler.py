@@ -69,7 +69,8 @@ class OpenScheduler(Scheduler):
     # Of what waits: versions between sampling and training. None: no bound.
     self._max_staleness = max(1, asp.lag) if self.barrier else None
     self._ready: dict[int, Group] = {}  # graded groups that are in no batch
-    self._in_flight: InFlight | None = None  # at the last closing
+    self._in_flight: Callable[[], InFlight] | None = None  # at the last closing
+    self.resumed: InFlight | None = None  # what the engines are to take up
 
   # --- a step, in the order of the loop ---
 
@@ -221,12 +222,7 @@ class OpenScheduler(Scheduler):
 
   # --- state, between two steps ---
 
-  @property
-  def in_flight(self) -> InFlight | None:
-    """What the engines are to take up after a resume."""
-    return self._in_flight
-
-  def keep(self, in_flight: InFlight) -> None:
+  def keep(self, in_flight: Callable[[], InFlight]) -> None:
     """What the engines hold at this boundary, which is a part of the state."""
     self._in_flight = in_flight
 
@@ -239,7 +235,7 @@ class OpenScheduler(Scheduler):
       found['pending'] |= {
         'pool': pool,
         'ready': [ledger.pack(group) for group in ready],
-        'in_flight': None if in_flight is None else _packed(in_flight),
+        'in_flight': None if in_flight is None else _packed(in_flight()),
       }
       return found
 
@@ -257,10 +253,9 @@ class OpenScheduler(Scheduler):
     self._pool.load_state_dict(pending['pool'])
     groups = map(self._unpacked, pending['ready'])
     self._ready = {group.request.draw: group for group in groups}
-    self._in_flight = None
     if (found := pending['in_flight']) is not None:
       groups = [self._unpacked(packed) for packed in found['groups']]
-      self._in_flight = InFlight(
+      self.resumed = InFlight(
         tick=found['tick'],
         requests=[group.request for group in groups],
         completions={

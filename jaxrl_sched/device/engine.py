@@ -110,6 +110,7 @@ class DeviceEngine:
     self._pool = OpenPool(
       self._samplers,
       self._marking,
+      is_global=is_global,
       stopping=stopping,
       progress=lambda text: self.progress(text),
     )
@@ -191,7 +192,7 @@ class DeviceEngine:
     reports, groups = self._pool.advance(tick)
     return reports, list(map(self._shape, groups))
 
-  def suspend(self) -> InFlight:
+  def suspend(self) -> Callable[[], InFlight]:
     return self._pool.suspend()
 
   def resume(self, in_flight: InFlight) -> None:

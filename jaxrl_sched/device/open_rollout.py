@@ -27,7 +27,8 @@ class OpenRollout:
   `begin_fill` before its first chunk and `suspend` after its last.
 
   Attributes:
-    busy, slot_steps: decode steps of slots with an answer, and of all, in this fill.
+    busy: decode steps of slots with an answer, in this fill.
+    chunk_steps: of all slots, in a chunk.
   """
 
   def __init__(
@@ -41,7 +42,7 @@ class OpenRollout:
     self._chunk = None  # under way
     self._started: list[Event] = []
     self._weights, self._version = None, 0
-    self.busy = self.slot_steps = 0
+    self.busy, self.chunk_steps = 0, slots.count * slots.chunk
 
   def put(self, requests: Iterable[Request], keys: Sequence[Key]) -> None:
     """These answers, of these requests among others, join the queue in this order."""
@@ -56,7 +57,7 @@ class OpenRollout:
   def begin_fill(self, weights, version: int) -> None:
     """All is sampled with these weights from here on."""
     self._weights, self._version, self._rows = weights, version, {}
-    self.busy = self.slot_steps = 0
+    self.busy = 0
     self._place(sorted(self.clock.running.items()))
 
   def suspend(self) -> dict[Key, Completion]:
@@ -151,7 +152,6 @@ class OpenRollout:
     ended, completions, over = [], [], []
     gone = np.zeros(self._slots.count, bool)
     spoilt = np.zeros_like(gone)
-    self.slot_steps += self._slots.count * self._slots.chunk
     if self._chunk is not None:
       chunk = self._slots.read(self._chunk)
       self._chunk = None

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_sched.control import ledger
 from jaxrl_sched.control.planning import Plan
-from jaxrl_sched.engine import Span
+from jaxrl_sched.engine import InFlight, Report, Span
 from jaxrl_sched.host.advantages import nothing_to_learn
 from jaxrl_sched.host.rewards import overlong_penalty
 from jaxrl_sched.sim import relief, work
@@ -21,6 +21,7 @@ from jaxrl_sched.sim.clocks import IDLE, Clocks, Times
 from jaxrl_sched.sim.costs import Costs
 from jaxrl_sched.sim.counts import HOST, LEARN, Rows, learning
 from jaxrl_sched.sim.groups import trained, whole_groups
+from jaxrl_sched.sim.open_pool import OpenPool
 from jaxrl_sched.sim.workload import ABORTED, Answers
 from jaxrl_sched.types import Group, Lesson, Relief, Request
 
@@ -63,6 +64,8 @@ class SimEngine:
     kl_coef: of the loss; above 0 there is an update without any advantage too.
     shares_devices: engines and trainer are on the same ones, and take turns: what is
       being generated stands still while the trainer learns.
+    grace: of the open pool: chunks between an event and the first decision that knows of
+      it, by which its engines may be apart.
 
   Attributes:
     step: updates done so far.
@@ -83,10 +86,15 @@ class SimEngine:
     overlong: dict[str, Any] | None = None,
     kl_coef: float = 0.0,
     shares_devices: bool = False,
+    grace: int = 4,
   ):
-    for name, value in dict(slots=slots, chunk=chunk).items():
-      if type(value) is not int or value < 1:
-        raise ValueError(f'sim.{name}: {value!r}, expected a whole number from 1')
+    for name, value, least in (
+      ('slots', slots, 1),
+      ('chunk', chunk, 1),
+      ('grace', grace, 0),
+    ):
+      if type(value) is not int or value < least:
+        raise ValueError(f'sim.{name}: {value!r}, expected a whole number from {least}')
     self.step = 0
     self._workload, self._costs = workload, costs
     self._slots, self._chunk = slots, chunk
@@ -98,6 +106,11 @@ class SimEngine:
     self._clock = 0.0  # of the trainer
     self._on_their_way: list[_Round] = []
     self._clocks: Clocks | None = None  # of the engines, once it is known how many
+    self._pool = OpenPool(costs, slots=slots, chunk=chunk, grace=grace)
+    self._lessons: collections.deque[Lesson] = collections.deque()
+    self._taught = 0  # the version that the policy is at
+    self._is_open = False  # whether groups come from the pool
+    self._published = [0.0]  # when each version of the weights was there
     self._collected: dict[int, list[_Round]] = {}  # bundle -> rounds
     self._waited = 0.0  # by the trainer, since the last update
     self._idle = 0.0  # of a mean engine, until then
@@ -179,6 +192,63 @@ class SimEngine:
       self._clocks.forget()
     return dict(found)
 
+  # --- the protocol, of the open pool ---
+
+  def begin_fill(self, fill: int, version: int) -> None:
+    if version > self.step:
+      raise ValueError(
+        f'fill {fill}: to be sampled with version {version}, but the weights are of '
+        f'version {self.step}'
+      )
+    self._is_open = True
+    self._teach(version)
+    # Whoever shares devices takes turns.
+    ready = self._clock if self._shares_devices else self._published[version]
+    self._pool.begin_fill(fill, version, ready)
+
+  def feed(self, plan: Plan) -> None:
+    many = self._pool.answers + sum(request.size for request in plan.requests)
+    if many > MOST_ANSWERS:
+      raise ValueError(
+        f'step {self.step}: {many:,} answers are in the pool, expected at most '
+        f'{MOST_ANSWERS:,}'
+      )
+    answers = self._workload.answers_of(plan.requests, plan.version)
+    self._pool.feed(plan, answers, self._rewards(answers, plan.requests))
+    self._clocks = self._pool.clocks
+
+  def advance(self, tick: int) -> tuple[list[Report], list[Group]]:
+    return self._pool.advance(tick)
+
+  def suspend(self) -> Callable[[], InFlight]:
+    in_flight = self._pool.suspend()
+    return lambda: in_flight
+
+  def resume(self, in_flight: InFlight) -> None:
+    """What this engine has not been asked is answered by the policy as it is now."""
+    new = [r for r in in_flight.requests if r.draw not in self._pool]
+    answers = self._workload.answers_of(new, self.step)
+    rewards = self._rewards(answers, new)
+    self._pool.resume(in_flight, new, answers, rewards, self._clock)
+    self._clocks = self._pool.clocks
+
+  def _take_fill(self, fill: int) -> dict[str, float]:
+    """The trainer waits until a fill is over, if it is one of the open pool.
+
+    Returns:
+      Metrics of its own.
+    """
+    found = self._pool.take(fill)
+    if found is None:
+      return {}
+    ends = float(found.times.ends.max())
+    self._wait_until(self._pool.now if self._shares_devices else ends)
+    self._clocks.count(found.times)
+    self._spans += found.times.spans()
+    one = _Round(fill, [], found.times, 0.0, found.answers)
+    self._collected.setdefault(fill, []).append(one)
+    return found.metrics
+
   # --- sampling ---
 
   def _rewards(self, answers: Answers, requests: Sequence[Request]) -> np.ndarray:
@@ -196,19 +266,23 @@ class SimEngine:
     taken = [one for one in self._on_their_way if one.bundle == bundle]
     self._on_their_way = [one for one in self._on_their_way if one.bundle != bundle]
     for one in taken:
-      ready = float(one.times.ends.max()) + one.reward
-      waited = max(0.0, ready - self._clock)
-      self._clock += waited
-      self._waited += waited
-      self._wait += waited
+      self._wait_until(float(one.times.ends.max()) + one.reward)
       self._clocks.count(one.times)
       self._spans += one.times.spans()
     self._collected.setdefault(bundle, []).extend(taken)
     return taken
 
+  def _wait_until(self, ready: float) -> None:
+    """The trainer does, on its clock in seconds."""
+    waited = max(0.0, ready - self._clock)
+    self._clock += waited
+    self._waited += waited
+    self._wait += waited
+
   # --- learning ---
 
   def learn(self, lesson: Lesson) -> dict[str, Any]:
+    of_fill = self._take_fill(self.step)
     groups, lags = [], {}
     why = nothing_to_learn(
       lesson, overlong_filter=self._overlong_filter, has_penalty=self._has_penalty
@@ -227,7 +301,7 @@ class SimEngine:
       self._clocks.stand_still(begin, learn)
     self._spans.append(Span('learner', 'learn', self.step, begin, self._clock))
     self._train += overhead + learn
-    metrics = {'update/skipped': float(is_skipped)} | _of_rounds(rounds)
+    metrics = {'update/skipped': float(is_skipped)} | _of_rounds(rounds) | of_fill
     metrics |= ledger.lags(lags)
     metrics |= {'time/learn_s': learn, 'time/idle_s/learner': self._waited}
     if self._clocks is not None:
@@ -237,9 +311,18 @@ class SimEngine:
       places = counts[0] * self._packing.rows * self._packing.row_tokens
       metrics |= {'packing/rows': filled, 'packing/density': counts[1] / places}
     self._waited = 0.0
+    self._published.append(self._clock)
     self.step += 1
-    self._workload.trained(lesson)
+    self._lessons.append(lesson)
+    if not self._is_open:
+      self._teach(self.step)
     return metrics
+
+  def _teach(self, version: int) -> None:
+    """Brings the policy to the weights of this version, which the next answers are of."""
+    while self._taught < version:
+      self._workload.trained(self._lessons.popleft())
+      self._taught += 1
 
   def totals(self) -> dict[str, Any]:
     """Where the time has gone so far, in seconds.

@@ -165,7 +165,7 @@ class PaperEngine:
       for (draw, k), segments in self._segments.items()
       if draw in open_ones and segments
     }
-    return InFlight(
+    found = InFlight(
       tick=self.clocks[0].tick,
       requests=[self._requests[draw] for draw in sorted(open_ones)],
       completions=completions,
@@ -174,6 +174,7 @@ class PaperEngine:
       ],
       queued=[list(clock.queue) for clock in self.clocks],
     )
+    return lambda: found
 
   def resume(self, in_flight):
     self._requests = {request.draw: request for request in in_flight.requests}
@@ -415,7 +416,7 @@ def test_what_was_asked_for_has_a_line_or_is_in_flight():
   in_flight = set(scheduler._pool.in_flight)
   assert asked == lines | in_flight and not lines & in_flight
   # What engines hold is in flight; the rest of it is graded, but not known of yet.
-  assert {r.draw for r in scheduler.in_flight.requests} <= in_flight
+  assert {r.draw for r in engine.suspend()().requests} <= in_flight
 
 
 # --- with a barrier ---

@@ -216,7 +216,9 @@ def with_verifier(asked, verifier):
 
 def open_pool(own, grader, stopping=lambda: False):
   marking = Marking(grader, lambda completion, sampling: spell(completion.tokens))
-  return OpenPool([own], marking, stopping=stopping, progress=lambda text: None)
+  return OpenPool(
+    [own], marking, is_global=False, stopping=stopping, progress=lambda text: None
+  )
 
 
 def plan_of(asked):
@@ -284,11 +286,11 @@ def test_what_is_in_flight_can_be_taken_up_elsewhere(own, grader, until):
   first = open_pool(own, grader)
   first.feed(plan_of(asked))
   _, groups = run(first, 6, until=until)
-  left = through_json(first.suspend())
+  left = through_json(first.suspend()())
   with GradingPool(workers=1, warm=['exact']) as other:  # another process has its own
     second = open_pool(own, other)
     second.resume(left)
-    assert second.suspend().tick == until
+    assert second.suspend()().tick == until
     groups += run(second, 6 - len(groups))[1]
     second.suspend()
   grader.collect()  # what the first one left
