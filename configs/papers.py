@@ -243,6 +243,41 @@ EVERYTHING = FOUR | dict(
 )
 
 # Name -> what is set.
+# --- the open pool: against the same with a barrier ---
+
+# Reasoning: one in a hundred answers is seven times as long as half of them. 8 GPUs
+# sample and learn in turn. Spreads are guesses.
+REASONING = dict(
+  steps=100,
+  limit=16_384,
+  slots=64,
+  chunk=64,
+  engines=8,
+  costs=costs(7.6, 8, 57_344),
+  scheduler=dict(groups_per_step=64, group_size=8),
+  workload=dict(
+    maths=dict(
+      count=8192,
+      median=2500.0,
+      spread=0.6,
+      within=0.5,
+      within_spread=0.2,
+      pass_rate=0.4,
+      pass_spread=1.5,
+      gain=0.3,
+      transfer=1.0,
+      hard_is_long=0.5,
+      prompt_tokens=150.0,
+      prompt_spread=0.4,
+    )
+  ),
+)
+
+
+def pooled(v: dict[str, Any], *, chunk: int) -> dict[str, Any]:
+  return v | dict(chunk=chunk, scheduler=v['scheduler'] | dict(barrier=False))
+
+
 VARIANTS = {
   'sagc_fixed4': fixed(4),
   'sagc_fixed8': fixed(8),
@@ -278,6 +313,10 @@ VARIANTS = {
   'four_none': FOUR | dict(sagc=dict(sizes=(16,))),
   'four_sync': EVERYTHING,
   'four': EVERYTHING | dict(asp=dict(lag=1)),
+  'snooze_dapo_pool': pooled(SNOOZE, chunk=8),
+  'sagc_fixed16_pool': pooled(fixed(16), chunk=8),
+  'reasoning': REASONING,
+  'reasoning_pool': pooled(REASONING, chunk=64),
 }
 
 
@@ -292,7 +331,7 @@ def get_config(variant: str = 'sagc') -> ConfigDict:
   c.model = dict(path='none')
   c.prompts = dict(datasets={}, template='chat', max_tokens=1024)
   c.sampling = dict(temperature=1.0, max_new_tokens=v['limit'])
-  c.sampler = dict(slots=v['slots'], chunk=1)
+  c.sampler = dict(slots=v['slots'], chunk=v.get('chunk', 1))
   c.scheduler = v['scheduler']
   # A GPU of its own for each engine. Without a lag it makes no difference whether that
   # is one of the learner's: they take turns.

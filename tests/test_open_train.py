@@ -8,8 +8,11 @@ import signal
 import subprocess
 import time
 
+import numpy as np
+import processes
 import pytest
-from test_train import FATES, ROOT, command, finish
+from test_processes import NOT_DECIDED, kill, wait_for
+from test_train import FATES, ROOT, SMOKE, command, finish
 from toys import lines
 
 pytestmark = pytest.mark.slow
@@ -88,3 +91,26 @@ def test_killed_and_stopped_under_slow_verifiers_a_run_writes_the_same(
 def test_what_decides_what_is_trained_on_is_named_on_resume(undisturbed):
   out = finish(start(undisturbed, '--config.sampler.chunk=4'), code=2)
   assert 'sampler.chunk' in out and len(out.splitlines()) < 4
+
+
+def test_engines_of_one_process_or_of_two_one_of_which_is_killed(tmp_path):
+  argv = ['-m', 'jaxrl_sched.train', f'--config={SMOKE}', *OPEN]
+  argv += ['--config.mesh.data=2', '--config.sampler_mesh.data=1']
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  started = processes.launch(
+    [*argv, '--config.asp.engines=2', f'--workdir={one}'], one, count=1, devices=4
+  )
+  codes, said = processes.ended(started, one)
+  assert codes == [0], said
+  for is_last in (False, True):
+    started = processes.launch([*argv, f'--workdir={two}'], two, devices=2)
+    if not is_last:
+      wait_for(two, 3, started)
+      kill(started[1])
+    codes, said = processes.ended(started, two)
+    assert (codes == [0, 0]) == is_last, said
+  assert lines(one, 'rollouts.jsonl') == lines(two, 'rollouts.jsonl')
+  for ours, theirs in zip(lines(one), lines(two), strict=True):
+    for key, value in theirs.items():
+      if not key.startswith(NOT_DECIDED):
+        np.testing.assert_allclose(ours[key], value, rtol=1e-4, atol=1e-4, err_msg=key)
