@@ -221,6 +221,7 @@ class DeviceEngine:
     began = time.perf_counter()
     if self._filling is not None:
       self._rounds.book(*self._filling, began, self._pool.slot_steps())
+      self._pool.say_if_waiting()
       self._filling = None
     loss, groups, advantages = self._learner.loss, lesson.groups, lesson.advantages
     batches = []

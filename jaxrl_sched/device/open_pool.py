@@ -7,6 +7,9 @@ processes each of them has read all answers, and grades a share of them.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import math
+import sys
+import time
 from typing import Any
 
 from jaxrl_sched.control.planning import Plan
@@ -16,6 +19,8 @@ from jaxrl_sched.device.sampler import Sampler
 from jaxrl_sched.engine import InFlight, Key, Report, Stopped
 from jaxrl_sched.host.grading import Grade
 from jaxrl_sched.types import Completion, Group, Request, Share
+
+_WORTH_SAYING = 0.1  # share of a fill in which sampling waits for verdicts
 
 
 class OpenPool:
@@ -40,6 +45,8 @@ class OpenPool:
     self._is_global, self._is_alone = is_global, multihost.count() == 1
     self._first = 0 if is_global else multihost.index() * len(samplers)  # engine
     self._mine: set[int] = set()  # draws that are graded here
+    self._waited_s, self._chunks, self._began = 0.0, 0, 0.0  # of this fill
+    self._has_said = False
     self._slot_steps = 0, 0
     self._samplers, self._marking = list(samplers), marking
     self._stopping, self._progress = stopping, progress
@@ -56,6 +63,7 @@ class OpenPool:
 
   def begin_fill(self, version: int) -> None:
     self._slot_steps = 0, 0
+    self._waited_s, self._chunks, self._began = 0.0, 0, time.perf_counter()
     for engine, sampler in zip(self._engines, self._samplers, strict=True):
       engine.begin_fill(sampler.weights(version), version)
 
@@ -109,6 +117,7 @@ class OpenPool:
     """What has happened here, groups that are complete, and slot-steps with an answer
     and in all."""
     behind = [(e, x) for e, x in enumerate(self._engines) if x.clock.tick < tick]
+    self._chunks += bool(behind)
     for _, engine in behind:
       engine.launch()
     reports, busy, slot_steps = [], 0, 0
@@ -140,7 +149,9 @@ class OpenPool:
     keys = [(draw, k) for draw, answers in self._ungraded.items() for k in answers]
     if not keys:
       return
+    began = time.perf_counter()
     found = self._marking.finished(keys, self._check if waits else None)
+    self._waited_s += (time.perf_counter() - began) * waits
     for (draw, k), grade in found.items():
       self._ungraded[draw].discard(k)
       self._grades[draw, k] = grade
@@ -223,6 +234,20 @@ class OpenPool:
     for completion in in_flight.completions.values():
       if completion.finish != 'paused' and completion.draw in self._mine:
         self._end(requests[completion.draw], completion)
+
+  def say_if_waiting(self) -> None:
+    """Says, once, that sampling waited for verdicts, and what would help."""
+    took = time.perf_counter() - self._began
+    if self._has_said or self._waited_s < _WORTH_SAYING * took:
+      return
+    self._has_said = True
+    chunk_s = (took - self._waited_s) / max(1, self._chunks)
+    more = math.ceil(self._waited_s / max(chunk_s, 1e-6))
+    print(
+      f'grading: in this step sampling waited {self._waited_s:.1f} of {took:.1f} s for '
+      f'verdicts; scheduler.grace larger by {more} would do',
+      file=sys.stderr,
+    )
 
   def slot_steps(self) -> tuple[int, int]:
     """With an answer, and in all, of the fill so far."""
