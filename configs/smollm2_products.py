@@ -38,7 +38,7 @@ def get_config(variant: str = 'train') -> ConfigDict:
   c.advantage = dict(divide_by_std=True)
   c.loss = dict(kind='dapo', clip_low=0.2, clip_high=0.28)
   c.optimizer = dict(learning_rate=1e-5, warmup_steps=3, max_grad_norm=1.0)
-  c.learner = dict(rows=2, row_tokens=448, share_prompt=True)  # a prompt, 8 answers a row
+  c.learner = dict(rows=4, row_tokens=256)
   c.evaluate = dict(
     datasets=dict(held_out=dict(source=TASK, options=dict(held_out=True))),
     every=5,

@@ -2,9 +2,9 @@
 
     python tests/bench/story.py [--config.scheduler.barrier=False ...]
 
-Trains configs/smoke.py for two steps in this process and counts, over the second step,
-the package's files, functions, classes (of whose instances a method runs) and record types
-(dataclasses that are made). Settings are those of `train`.
+Trains configs/smoke.py for four steps in this process and counts over the last three the
+package's files, functions, classes (a method of which runs) and record types (dataclasses
+that are made). Settings are those of `train`.
 """
 
 import collections
@@ -47,7 +47,7 @@ def main() -> None:
   story, step = Story(), loop._step
 
   def listened(engine, scheduler, recorder, number, samples_of):
-    sys.setprofile(story if number == 1 else None)
+    sys.setprofile(story if number else None)
     try:
       return step(engine, scheduler, recorder, number, samples_of)
     finally:
@@ -56,7 +56,7 @@ def main() -> None:
   loop._step = listened
   with tempfile.TemporaryDirectory() as workdir:
     config = f'--config={ROOT.parent}/configs/smoke.py'
-    train.main([config, f'--workdir={workdir}', '--config.steps=2', *sys.argv[1:]])
+    train.main([config, f'--workdir={workdir}', '--config.steps=4', *sys.argv[1:]])
   files = {file for file, _ in story.functions}
   print(
     f'a step runs through {len(files)} files, {len(story.functions)} functions, '
