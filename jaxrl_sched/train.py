@@ -306,11 +306,30 @@ def notes(run: config.Run) -> list[str]:
       f'optimizer.warmup_steps: {warm_up} of steps={run.c["steps"]}, so that the '
       'learning rate never reaches optimizer.learning_rate'
     )
-  lag = run.c['asp']['lag']
-  if lag and run.c['sagc'] is not None:
+  lag, barrier = run.c['asp']['lag'], run.c['scheduler']['barrier']
+  if run.c['sagc'] is not None and (lag or not barrier):
+    why = f'asp.lag={lag}' if barrier else 'scheduler.barrier=False'
     found.append(
-      f'sagc: with asp.lag={lag} learning does not wait for the longest answer, so its '
-      'events no longer measure waiting'
+      f'sagc: with {why} learning does not wait for the longest answer, so its events no '
+      'longer measure waiting'
+    )
+  return found if barrier else found + _pool_notes(run.c)
+
+
+def _pool_notes(c: dict[str, Any]) -> list[str]:
+  """What makes the open pool slower than it need be."""
+  found, scheduler = [], c['scheduler']
+  slots = c['sampler']['slots'] * c['asp']['engines']
+  rollouts = scheduler['groups_per_step'] * scheduler['group_size']
+  if slots > rollouts / 3:
+    found.append(
+      f'sampler.slots: {slots} in all, more than a third of the {rollouts} answers of a '
+      'step: what runs when a step ends is read again with its weights'
+    )
+  if c['asp']['lag'] and c['sampler_mesh'] is None:
+    found.append(
+      f'asp.lag: {c["asp"]["lag"]} without scheduler.barrier and sampler_mesh: answers '
+      'are older, and nothing is gained as both sides share their devices'
     )
   return found
 

@@ -219,17 +219,15 @@ class Pool:
   ):
     for name, value, least in (
       ('rollouts', rollouts, 1),
-      ('engines', engines, 1),
-      ('slots', slots, 1),
-      ('chunk', chunk, 1),
-      ('grace', grace, 0),
+      ('asp.engines', engines, 1),
+      ('sampler.slots', slots, 1),
+      ('sampler.chunk', chunk, 1),
+      ('scheduler.grace', grace, 0),
     ):
       if type(value) is not int or value < least:
-        raise ValueError(
-          f'pool.{name}: {value!r}, expected a whole number from {least}'
-        )
+        raise ValueError(f'{name}: {value!r}, expected a whole number from {least}')
     if not 0 < low_water < math.inf:
-      raise ValueError(f'pool.low_water: {low_water!r}, expected above 0')
+      raise ValueError(f'scheduler.low_water: {low_water!r}, expected above 0')
     self._settings = dict(
       rollouts=rollouts,
       engines=engines,
@@ -587,8 +585,8 @@ class Pool:
     for name, value in self._settings.items():
       if (was := state['settings'].get(name)) != value:
         raise ValueError(
-          f'pool.{name}: {value!r}, expected {was!r} as in the checkpoint: it decides '
-          'what is trained on'
+          f'{name}: {value!r}, expected {was!r} as in the checkpoint: it decides what is '
+          'trained on'
         )
     check_state('pool.waiting', state['waiting'], self._waiting)
     check_state('pool.completed', state['completed'], self._completed)

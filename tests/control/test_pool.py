@@ -182,7 +182,7 @@ def test_another_chunk_on_resume_is_named():
   how = dict(rollouts=8, engines=1, slots=4, chunk=2)
   state = Pool('a', **how).state_dict()
   for key, value in (('chunk', 4), ('slots', 8), ('engines', 2), ('grace', 5)):
-    with pytest.raises(ValueError, match=rf'pool.{key}: {value}, expected'):
+    with pytest.raises(ValueError, match=rf'{key}: {value}, expected'):
       Pool('a', **how | {key: value}).load_state_dict(state)
 
 
@@ -404,5 +404,5 @@ def test_engines_are_given_what_is_longest_first():
 )
 def test_a_strange_setting_is_refused(key, value):
   how = dict(rollouts=8, engines=1, slots=4, chunk=2) | {key: value}
-  with pytest.raises(ValueError, match=f'pool.{key}: {value!r}, expected'):
+  with pytest.raises(ValueError, match=f'{key}: {value!r}, expected'):
     Pool('a', **how)
