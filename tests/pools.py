@@ -227,10 +227,8 @@ class BruteForce:
   def batch(self, known):
     waiting, target = self.waiting(known), self.n - self.debt
     live = [s for s in self.streams if self.task.weights[s] > 0]
-    bound = {s for s in live if self.completed(s, known) >= BOUND * self.quota(s)}
-    sizes = [self.group[d][1] for ds in waiting.values() for d in ds]
-    sizes += [n for d, (_, n, _) in self.group.items() if not self.complete(d, known)]
-    usual = Fraction(sum(sizes), len(sizes)) if sizes else Fraction(1)
+    usual = self.usual(known)
+    bound = {s for s in live if self.is_at_bound(s, known, usual)}
     taken, draws, total, empty = dict(self.taken), [], Fraction(0), Fraction(0)
     left = {s: list(waiting[s]) for s in live}
     while total < target:
@@ -254,6 +252,14 @@ class BruteForce:
     self.debt = 0 if empty else int(max(0, total - target))
     return draws, round(float(empty))
 
+  def usual(self, known) -> Fraction:
+    sizes = [self.group[d][1] for ds in self.waiting(known).values() for d in ds]
+    sizes += [n for d, (_, n, _) in self.group.items() if not self.complete(d, known)]
+    return Fraction(sum(sizes), len(sizes)) if sizes else Fraction(1)
+
+  def is_at_bound(self, stream, known, usual) -> bool:
+    return self.completed(stream, known) >= BOUND * max(self.quota(stream), usual)
+
   def feed(self, known) -> None:
     task = self.task
     short = []
@@ -276,12 +282,13 @@ class BruteForce:
       ]
       ready = sum(self.group[d][1] for d in self.waiting(known)[s])
       hand[s] = ready + sum(n * task.acceptance for n in flying)
-    plan = []
+    usual, plan = self.usual(known), []
+    bound = {s for s in live if self.is_at_bound(s, known, usual)}
     for _ in range(math.ceil(sum(max(0, n) for n in short) / task.usual)):
       ranks = []
       for place, s in enumerate(live):
         batches = round(hand[s] / float(self.quota(s)), 9)
-        is_bound = self.completed(s, known) >= BOUND * self.quota(s)
+        is_bound = s in bound
         ranks.append((is_bound, batches, place, s))
       s = min(ranks)[3]
       hand[s] += task.usual * task.acceptance

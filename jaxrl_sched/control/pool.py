@@ -327,7 +327,7 @@ class Pool:
     if self._by_stream:
       self._shares.set_weights(weights)
     quotas = self._quotas(weights)
-    at_bound = {s for s in quotas if is_last or self._is_at_bound(s, quotas)}
+    at_bound = set(quotas) if is_last else self._at_bound(quotas)
     waiting = sum(sum(sizes.values()) for sizes in self._waiting.values())
     if waiting < self._rollouts - self._debt and not at_bound:
       return False
@@ -348,8 +348,14 @@ class Pool:
     total = sum(weights.values())
     return {s: self._rollouts * w / total for s, w in weights.items() if w > 0}
 
-  def _is_at_bound(self, stream: str, quotas: Mapping[str, float]) -> bool:
-    return self._completed[stream] >= BOUND * quotas[stream]
+  def _at_bound(self, quotas: Mapping[str, float]) -> set[str]:
+    """Streams of which ten quotas, a group at least each, were completed in this fill."""
+    least = self._usual_size()
+    return {
+      stream
+      for stream, quota in quotas.items()
+      if self._completed[stream] >= BOUND * max(quota, least)
+    }
 
   def _compose(
     self, quotas: Mapping[str, float], at_bound: set[str]
@@ -478,9 +484,11 @@ class Pool:
     if not self._by_stream:
       return self.turns(weights, count, size)
 
+    at_bound = self._at_bound(quotas)
+
     def rank(stream: str) -> tuple[bool, float]:
       batches = round(in_hand[stream] / quotas[stream], 9)  # a tie on paper is one here
-      return self._is_at_bound(stream, quotas), batches
+      return stream in at_bound, batches
 
     streams = []
     for _ in range(count):

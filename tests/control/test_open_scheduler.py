@@ -324,6 +324,18 @@ def test_batches_hold_their_rollouts_and_shares():
   assert of == {'a': 160, 'b': 80}
 
 
+def test_many_streams_with_less_than_a_group_each_take_turns():
+  sizes = {f's{i}': 60 for i in range(20)}
+  snooze = Snooze(sizes, dict.fromkeys(sizes, 1.0), 2.0, seed=3)
+  how = dict(groups_per_step=6, group_size=4, slots=8, chunk=2, barrier=False)
+  sampling = Sampling(max_new_tokens=LIMIT)
+  engine = PaperEngine(engines=1)
+  scheduler = OpenScheduler(Source(snooze), prompt_of, sampling, **how)
+  train(engine, scheduler, steps=10)
+  taken = [g.request.prompt.dataset for batch in engine._batches for g in batch.groups]
+  assert set(collections.Counter(taken).values()) == {3}  # 60 groups of 20 streams
+
+
 def test_sizes_of_prompts_average_the_rollouts():
   engine = PaperEngine()
   train(engine, make(**SETTINGS['sizes of prompts']()), steps=20)
