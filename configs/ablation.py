@@ -105,7 +105,6 @@ VARIANTS = {
     prune_prompts=PROMPTS,
     sagc=SAGC | dict(prompt_aware=True),
     lengths={},
-    learner=dict(share_prompt=True),
   ),
 }
 
@@ -137,7 +136,7 @@ def get_config(variant: str = 'dapo') -> ConfigDict:
   c.checkpoint = dict(every=24, keep=1)
   c.log = dict(tensorboard=False, samples=0)
   for name, block in VARIANTS[variant].items():
-    if name in ('scheduler', 'learner'):
+    if name == 'scheduler':
       c[name].update(block)
     else:
       c[name] = ConfigDict(block)
