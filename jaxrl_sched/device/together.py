@@ -41,6 +41,7 @@ _SAY_AFTER_S = 60.0  # of waiting for another process; then after twice as long,
 # Another's reason may take longer than the collective that it broke.
 _REASON_S = SILENT_S + 5
 _HEARD_S = 10
+_REST_S = 5.0
 _LOOK_S = 0.5
 _LOOKS_LOST = 5  # in a row, and process 0 is gone
 
@@ -242,6 +243,8 @@ class _Watch(threading.Thread):
 
   def rest(self) -> None:
     self._is_done = True
+    # At the interpreter's end a thread inside one of jax's calls would abort the process.
+    self.join(_REST_S)
 
   def fail(self, error: BaseException) -> None:
     """Tells the others and ends this process."""
