@@ -34,7 +34,7 @@ class Report:
   """What has happened on a sampling engine since its last report."""
 
   engine: int
-  tick: int  # decode steps it has done since the run began: all up to here is told
+  tick: int  # decode steps since the run began, up to which this report is complete
   started: list[tuple[int, int]]  # (tick, draw), one an answer
   ended: list[tuple[int, int]]
 

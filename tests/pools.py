@@ -23,7 +23,7 @@ class Task:
   useful: Callable[[int, str], bool]  # draw, stream
   size: Callable[[int], int]  # draw -> answers of the group
   weights: Mapping[str, float]
-  acceptance: float = 0.5  # as the pool is told
+  acceptance: float = 0.5  # that the pool reckons with
   usual: int = 4  # size of a group, likewise
   predicted: Callable[[int], float] = lambda draw: 1.0
 

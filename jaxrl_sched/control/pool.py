@@ -21,10 +21,10 @@ import math
 from typing import Any, Generic, TypeVar
 
 from jaxrl_sched.control.base import check_state
+from jaxrl_sched.control.quotas import Shares
 
 BOUND = 10  # quotas that a stream completes in a fill without filling its own
 VERSION = 1  # of the state
-_TIE = 1e-9  # what rounding may do to numbers that are equal on paper
 
 Key = TypeVar('Key', bound=Hashable)
 
@@ -77,69 +77,6 @@ class EngineClock(Generic[Key]):
     self.running = {now: self.running[before] for before, now in moved.items()}
     self._free = list(range(len(moved), self.slots))
     return moved
-
-
-class Shares:
-  """Which stream gives the next group of a batch, so that weights hold over batches.
-
-  Counted in rollouts, so that groups of one size are a special case. Tijdeman's rule (The
-  chairman assignment problem, Discrete Mathematics 32, 1980): among streams that are owed
-  enough, the one that would first be too far behind. With k streams of positive weight
-  and groups of one size none is ever off its share by more than 1 - 1 / (2 k - 2) of a
-  group. Other weights make new shares: nobody is owed what was before.
-
-  Args:
-    streams: in the order in which ties are broken.
-  """
-
-  def __init__(self, streams: Iterable[str]):
-    self._taken = dict.fromkeys(streams, 0.0)  # rollouts of each so far
-    self._weights: dict[str, float] = {}
-
-  def copy(self) -> 'Shares':
-    other = Shares(())
-    other._taken, other._weights = dict(self._taken), dict(self._weights)
-    return other
-
-  def set_weights(self, weights: Mapping[str, float]) -> None:
-    if dict(weights) != self._weights:
-      self._weights = dict(weights)
-      self._taken = dict.fromkeys(self._taken, 0.0)
-
-  def next(self, sizes: Mapping[str, float]) -> str | None:
-    """The stream of the next group, among those in `sizes` (stream -> rollouts of the
-    group it would give) with a weight. None: there is none."""
-    weights = {s: w for s, w in self._weights.items() if w > 0}
-    total, done = sum(weights.values()), sum(self._taken.values())
-    least = 1 / max(2 * len(weights) - 2, 1)  # owed less than that, none is in a hurry
-    best, soonest = None, (1, math.inf)
-    for stream, weight in weights.items():
-      if stream not in sizes:
-        continue
-      size, share = sizes[stream], weight / total
-      owed = (share * (done + size) - self._taken[stream]) / size
-      slack = (1 - least - owed) / share
-      rank = (int(owed < least - _TIE), slack)
-      if rank[0] < soonest[0] or (rank[0] == soonest[0] and slack < soonest[1] - _TIE):
-        best, soonest = stream, rank
-    return best
-
-  def take(self, stream: str, size: float) -> None:
-    self._taken[stream] += size
-
-  def taken(self) -> dict[str, float]:
-    return dict(self._taken)
-
-  def set_taken(self, taken: Mapping[str, float]) -> None:
-    self._taken = dict(taken)
-
-  def state_dict(self) -> dict[str, Any]:
-    return {'taken': dict(self._taken), 'weights': dict(self._weights)}
-
-  def load_state_dict(self, state: dict[str, Any]) -> None:
-    check_state('shares', state, self.state_dict())
-    check_state('shares.taken', state['taken'], self._taken)
-    self._taken, self._weights = dict(state['taken']), dict(state['weights'])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ class _Engine:
 
 
 class _Clocks(Clocks):
-  """Clocks of engines that are told of fills when these are over."""
+  """Clocks of engines that learn of a fill when it is over."""
 
   def add(self, times: Times) -> None:
     self._idle = self._idle + times.parts['skew'] + times.parts['ordering']

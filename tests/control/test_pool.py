@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from jaxrl_sched.control.pool import Asked, EngineClock, Pool, Shares
+from jaxrl_sched.control.pool import Asked, EngineClock, Pool
+from jaxrl_sched.control.quotas import Shares
 from tests import pools
 from tests.pools import BruteForce, Run, Task
 
