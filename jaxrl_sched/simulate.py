@@ -70,7 +70,9 @@ def simulate(
   """
   # Not above: jax comes with it.
   from jaxrl_sched import checks, config, controllers
+  from jaxrl_sched.device import backend
 
+  backend.choose()
   blocks = c['simulate']['workload']
   if blocks is None:
     opened = config.prepare(c)
@@ -188,7 +190,9 @@ def fit(workdir: pathlib.Path, steps: range | None = None) -> Costs:
     steps: only these. None: all.
   """
   from jaxrl_sched import config
+  from jaxrl_sched.device import backend
 
+  backend.choose()
   # The lengths of its prompts are in no record: they are opened once more.
   c = settings.of_workdir(workdir)
   if c is None:

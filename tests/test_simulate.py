@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_sched import checks, config, controllers, loop, simulate
 from jaxrl_sched.comparison import Run, cells, folders
+from jaxrl_sched.device import backend
 from jaxrl_sched.metrics import Recorder, read_jsonl, to_json
 from jaxrl_sched.sim import Costs, Dataset, SimEngine, Workload, summary
 from jaxrl_sched.types import Sampling
@@ -61,6 +62,25 @@ def run(file, **settings):
 
 
 # --- what paper knows -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('slots, g', [(32, 100), (16, 200), (8, 400)])
+@pytest.mark.parametrize('grace', [0, 4])
+def test_without_a_barrier_alike_steps_take_the_grace_once_more(file, slots, g, grace):
+  # A decision knows of what was `grace` chunks (of one token) before; meanwhile the next
+  # answers are sampled, so that only the first step is later.
+  row = run(
+    file, sampler__slots=slots, scheduler__grace=grace, scheduler__barrier=False
+  )
+  assert row['wall'] == pytest.approx(5 * (g + 60) + grace)
+  assert row['groups'] == 20
+
+
+def test_it_takes_the_cpu_where_there_is_no_tpu(file, monkeypatch):
+  asked = []
+  monkeypatch.setattr(backend, 'choose', lambda: asked.append(None))
+  run(file)
+  assert asked  # before anything looks for devices
 
 
 @pytest.mark.parametrize('lag', [0, 1, 2])

@@ -165,12 +165,13 @@ def _check_settings(path: str | os.PathLike) -> None:
 
 
 def _check_whole(records: Sequence[Record]) -> None:
-  """Refuses answers that are or were paused."""
+  """Refuses answers that were continued in a later step."""
   for record in records:
     if 'paused' in record.finish or any(record.earlier):
       what = "finish 'paused'" if 'paused' in record.finish else 'earlier tokens'
       raise ValueError(
-        f'{record.where}: {what}, of a run with asp.pause_after: {_UNKEPT}'
+        f'{record.where}: {what}, of a run with asp.pause_after or without '
+        f'scheduler.barrier: {_UNKEPT}'
       )
 
 
