@@ -36,6 +36,14 @@ def wait_for(workdir, count, started):
     time.sleep(0.02)
 
 
+def wait_for_text(log, text, started):
+  """Until a process has said it."""
+  until = time.monotonic() + 150
+  while text not in log.read_text() and all(p.poll() is None for p in started):
+    assert time.monotonic() < until
+    time.sleep(0.02)
+
+
 def kill(process, number=signal.SIGKILL):
   if process.poll() is None:
     os.kill(process.pid, number)
@@ -69,7 +77,8 @@ def disturbed(tmp_path_factory):
   # On the devices of both at once: for models too large for a host.
   one_sampler = ['--config.sampler.mesh=global', '--config.mesh.fsdp=4']
   started = processes.launch([*argv, *one_sampler], logs, devices=2)
-  wait_for(workdir, 4, started)
+  wait_for_text(logs / '0.txt', 'Built and compiled', started)
+  wait_for(workdir, 3, started)
   kill(started[1], signal.SIGHUP)
   said['stopped'] = processes.ended(started, logs)
 

@@ -518,7 +518,11 @@ def test_a_run_that_did_not_keep_all_answers_is_no_trace(
   (tmp_path / 'config.json').unlink()  # from what is recorded alone
   assert simulate.main([*arguments, *own]) == 2
   error = capsys.readouterr().err
-  assert error.count('\n') == 1 and f'asp.{key}: the record does not say' in error
+  assert (
+    error.count('\n') == 1
+    and f'asp.{key}' in error
+    and 'the record does not say' in error
+  )
   assert 'rollouts.jsonl:' in error
 
 
